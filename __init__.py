@@ -1,0 +1,13 @@
+"""FLUX Fast Path: FLUX in ComfyUI, faster, bit-identical. See README.md."""
+
+__version__ = "0.1.0"
+
+NODE_CLASS_MAPPINGS = {}
+NODE_DISPLAY_NAME_MAPPINGS = {}
+WEB_DIRECTORY = "./web"
+
+# pytest imports this file from the repository root without a package around it; relative imports cannot work there.
+if __package__:
+    from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]

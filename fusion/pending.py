@@ -1,0 +1,254 @@
+"""Pending values: operations that core has asked for and that have not run yet.
+
+A leaf module of a FLUX block returns one instead of a tensor. Where core uses it in a way that `table.py` knows, a fused kernel runs. Any
+other use (an operator, a torch function, an attribute, an index) materialises it: the eager operation core would have run, once, and from
+then on the value is that tensor. They are plain objects, not tensor subclasses: making one costs 0.3 µs instead of 3, and nothing that
+wants raw memory can mistake them for a tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..kernels.slices import ColumnSlice
+
+TABLE: dict = {}  # torch function -> handler(*args, **kwargs), which may return NotImplemented
+
+
+def real(value):
+    """The tensor behind `value`, if it is pending; anything else as it is."""
+    return value.materialise() if isinstance(value, Pending) else value
+
+
+class Pending:
+    """Base. A subclass keeps its operands in slots and says in `_eager` what core would have computed from them."""
+
+    __slots__ = ("_real", "__weakref__")
+
+    def materialise(self) -> torch.Tensor:
+        """The value as a tensor: exactly the eager operation, run at most once."""
+        if self._real is None:
+            self._real = self._eager()
+        return self._real
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the operation is still to run. A value that became a tensor may have been written to since."""
+        return self._real is None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        handler = TABLE.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs) if kwargs else handler(*args)
+            if result is not NotImplemented:
+                return result
+        return func(*tree_map(real, args), **tree_map(real, kwargs or {}))
+
+    def __getattr__(self, name):
+        # Reached only for what the class does not define: .shape, .to, .contiguous, .data_ptr, ...
+        return getattr(self.materialise(), name)
+
+    def __iter__(self):
+        return iter(self.materialise())
+
+    def __repr__(self):
+        return f"<{type(self).__name__}, {'not run yet' if self.fresh else 'materialised'}>"
+
+    __hash__ = object.__hash__
+
+
+def _operator(name: str):
+    function = getattr(torch.Tensor, name)
+
+    def method(self, *args):
+        return Pending.__torch_function__(function, (), (self, *args))
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow floordiv mod neg abs eq ne lt le gt ge "
+    "getitem setitem len bool float int and or xor invert contains array"
+).split():
+    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class Chunk(Pending):
+    """One of the chunks of a Modulation's output: `out.chunk(n, -1)[i]`, [B, 1, D]."""
+
+    __slots__ = ("slice",)
+
+    def __init__(self, base, start, width):
+        self._real, self.slice = None, ColumnSlice(base, start, width)
+
+    def _eager(self):
+        return self.slice.tensor()
+
+
+class OnePlus(Pending):
+    """`1 + scale` for a Chunk."""
+
+    __slots__ = ("chunk",)
+
+    def __init__(self, chunk):
+        self._real, self.chunk = None, chunk
+
+    def _eager(self):
+        return 1 + self.chunk.materialise()
+
+
+class Gated(Pending):
+    """`y * gate`: y a tensor, gate a Chunk."""
+
+    __slots__ = ("y", "gate")
+
+    def __init__(self, y, gate):
+        self._real, self.y, self.gate = None, y, gate
+
+    def _eager(self):
+        return self.y * self.gate.materialise()
+
+
+class Norm(Pending):
+    """A LayerNorm module applied to x."""
+
+    __slots__ = ("x", "module")
+
+    def __init__(self, x, module):
+        self._real, self.x, self.module = None, x, module
+
+    @property
+    def shape(self):
+        return self.x.shape
+
+    def _eager(self):
+        return type(self.module).forward(self.module, self.x)
+
+
+class Gelu(Pending):
+    """A GELU module applied to columns of a projection (or to a tensor)."""
+
+    __slots__ = ("x", "module")
+
+    def __init__(self, x, module):
+        self._real, self.x, self.module = None, x, module
+
+    def operand(self):
+        return self.x.slice if type(self.x) is Columns and self.x.fresh else real(self.x)
+
+    def _eager(self):
+        return type(self.module).forward(self.module, real(self.x))
+
+
+class Columns(Pending):
+    """Columns of a projection's output, [B, L, width]: the whole of it, or a part that `torch.split` would give.
+
+    `view(B, L, 3, heads, dim)` followed by `permute(2, 0, 3, 1, 4)` gives q, k and v without making a view; anything else materialises.
+    """
+
+    __slots__ = ("slice", "joined_v")
+
+    def __init__(self, base, start, width, joined_v):
+        self._real, self.slice, self.joined_v = None, ColumnSlice(base, start, width), joined_v
+
+    @property
+    def shape(self):
+        return torch.Size((*self.slice.base.shape[:-1], self.slice.width))
+
+    def _eager(self):
+        base = self.slice.base
+        return base if self.slice.width == base.shape[-1] else self.slice.tensor()
+
+    def view(self, *shape):
+        s = self.slice
+        if self.fresh and len(shape) == 5 and shape[:2] == tuple(s.base.shape[:2]) and shape[2] == 3 and s.width % (3 * shape[3]) == 0:
+            dim = s.width // (3 * shape[3])
+            if shape[4] in (-1, dim):
+                return Heads(self, shape[3], dim)
+        return self.materialise().view(*shape)
+
+
+class Heads(Pending):
+    """`columns.view(B, L, 3, heads, dim)`, waiting for its permute."""
+
+    __slots__ = ("columns", "heads", "dim", "permuted")
+
+    def __init__(self, columns, heads, dim, permuted=False):
+        self._real, self.columns, self.heads, self.dim, self.permuted = None, columns, heads, dim, permuted
+
+    def _eager(self):
+        tensor = self.columns.materialise()
+        tensor = tensor.view(*tensor.shape[:2], 3, self.heads, self.dim)
+        return tensor.permute(2, 0, 3, 1, 4) if self.permuted else tensor
+
+    def permute(self, *dims):
+        if dims == (2, 0, 3, 1, 4) and self.fresh and not self.permuted:
+            return Heads(self.columns, self.heads, self.dim, True)
+        return self.materialise().permute(*dims)
+
+    def __iter__(self):
+        if not self.permuted or not self.fresh:
+            return iter(self.materialise())
+        s, width = self.columns.slice, self.heads * self.dim
+        q, k, v = (Head(s.base, s.start + i * width, self.heads, self.dim) for i in range(3))
+        # v goes to attention as it is in single blocks, and attention backends want a tensor.
+        return iter((q, k, v if self.columns.joined_v else v.materialise()))
+
+
+class Head(Pending):
+    """q, k or v of a projection: a [B, heads, L, dim] view, not made yet."""
+
+    __slots__ = ("base", "start", "heads", "dim")
+
+    def __init__(self, base, start, heads, dim):
+        self._real, self.base, self.start, self.heads, self.dim = None, base, start, heads, dim
+
+    @property
+    def shape(self):
+        return torch.Size((self.base.shape[0], self.heads, self.base.shape[1], self.dim))
+
+    def _eager(self):
+        base = self.base
+        batch, tokens, _ = base.shape
+        strides = (base.stride(0), self.dim, base.stride(1), 1)
+        return base.as_strided((batch, self.heads, tokens, self.dim), strides, base.storage_offset() + self.start)
+
+
+class NormedHead(Pending):
+    """A head after its RMSNorm module. Knows the v it will meet in attention, and its twin (head, module): q's is k's, k's is q's."""
+
+    __slots__ = ("head", "module", "v", "shared", "twin")
+
+    def __init__(self, head, module, v, shared, twin):
+        self._real, self.head, self.module, self.v, self.shared, self.twin = None, head, module, v, shared, twin
+
+    @property
+    def parts(self):
+        return (self,)
+
+    @property
+    def shape(self):
+        return self.head.shape
+
+    def _eager(self):
+        return self.module(self.head.materialise())
+
+
+class JoinedHeads(Pending):
+    """`torch.cat(parts, dim=2)` of normed heads: text, then image."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts):
+        self._real, self.parts = None, parts
+
+    @property
+    def shape(self):
+        batch, heads, _, dim = self.parts[0].shape
+        return torch.Size((batch, heads, sum(p.shape[2] for p in self.parts), dim))
+
+    def _eager(self):
+        return torch.cat([p.materialise() for p in self.parts], dim=2)

@@ -1,0 +1,106 @@
+"""Which models the fast path knows, decided by structure and by the source of the code that will run. A reason for every other one."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import tokenize
+
+import torch
+
+# Digest of core's block code -> where it was read. Deferring an operation is safe only in code that is known not to write to an operand
+# between asking for the operation and using it, so a block whose code is not listed here runs as core runs it.
+KNOWN_BLOCKS: dict[str, str] = {
+    "2135924629cfba42": "ComfyUI 0.3.64",
+    "7b286b3e0b7dcb7d": "ComfyUI after #10547 (November 2025)",
+    "ba6b1ef7cb09c3a7": "ComfyUI after #10737",
+    "e7f37ed850c1edc0": "ComfyUI after #10746",
+    "86cca41b734180e9": "ComfyUI 0.3.72",
+    "8be4e481b0de5a4f": "ComfyUI 0.3.76",
+    "ce68acba9069ebd4": "ComfyUI after #12432 (February 2026)",
+    "56bd5214f9c63d0f": "ComfyUI after #12500",
+    "5965e64d19662619": "ComfyUI after #12861",
+    "17e0764f35c1ebf8": "ComfyUI 0.17 to 0.33 (0.20.1 and 0.29.0 checked)",
+    "3d4aa01d77194071": "bench/reference_flux.py",
+}
+# The same for the loop over the blocks: in these, no block's vec is written to, so one silu(vec) serves all Modulations of a call.
+KNOWN_LOOPS: dict[str, str] = {
+    "d73d761689d22605": "ComfyUI 0.3.64",
+    "ab052906ef04eb8a": "ComfyUI 0.17 to 0.33",
+    "fde1a9ac126cebf6": "bench/reference_flux.py",
+}
+
+_digests: dict[tuple, tuple] = {}  # ids of code objects -> (digest, the code objects, kept so that ids stay theirs)
+
+
+def _source_tokens(function) -> str:
+    """The function's source without comments and layout. The code object is asked, since a wrapper would answer with what it wraps."""
+    source = inspect.getsource(function.__code__)
+    drop = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines = source.splitlines(keepends=True)
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    readable = io.StringIO("".join(line[margin:] if line.strip() else "\n" for line in lines)).readline
+    return " ".join(token.string for token in tokenize.generate_tokens(readable) if token.type not in drop)
+
+
+def digest(*functions) -> str | None:
+    """A digest of the functions' source, the same on every Python; None when a source cannot be read."""
+    codes = tuple(getattr(f, "__code__", f) for f in functions)
+    key = tuple(map(id, codes))
+    if key not in _digests:
+        try:
+            text = "\n".join(_source_tokens(f) for f in functions)
+            found = hashlib.sha256(text.encode()).hexdigest()[:16]
+        except (OSError, TypeError, AttributeError, SyntaxError, tokenize.TokenError):
+            found = None
+        _digests[key] = found, codes
+    return _digests[key][0]
+
+
+def block_digest(double: type, single: type) -> str | None:
+    """Digest of all code between a block's entry and the operations that the fast path defers."""
+    names = double.forward.__globals__
+    return digest(double.forward, single.forward, names.get("apply_mod"), names["Modulation"].forward, names["QKNorm"].forward)
+
+
+def loop_digest(model: type) -> str | None:
+    """Digest of the code that calls the blocks: `forward_orig` in core, `forward` in the reference model."""
+    return digest(getattr(model, "forward_orig", model.forward))
+
+
+DOUBLE_CHILDREN = ("img_mod", "txt_mod", "img_norm1", "img_norm2", "txt_norm1", "txt_norm2", "img_attn", "txt_attn", "img_mlp", "txt_mlp")
+SINGLE_CHILDREN = ("modulation", "pre_norm", "norm", "linear1", "linear2", "mlp_act")
+
+
+def why_not_model(diffusion_model) -> str | None:
+    """Why the fast path leaves this model alone, or None if it is FLUX.1 (dev, schnell, Kontext, Fill, Redux, fine-tunes)."""
+    if not isinstance(diffusion_model, torch.nn.Module):
+        return f"{type(diffusion_model).__name__} is not a torch module"
+    if type(diffusion_model).__name__ == "OptimizedModule":
+        return "the model is compiled with torch.compile"
+    if type(diffusion_model).__name__ != "Flux":
+        return f"{type(diffusion_model).__name__} is not FLUX.1"
+    params = getattr(diffusion_model, "params", None)
+    for flag in ("global_modulation", "mlp_silu_act", "yak_mlp"):
+        if getattr(params, flag, False):
+            return f"not FLUX.1: a FLUX variant with {flag}"
+    doubles, singles = getattr(diffusion_model, "double_blocks", ()), getattr(diffusion_model, "single_blocks", ())
+    if not len(doubles) or not len(singles):
+        return "not FLUX.1: it has no double or no single blocks"
+    for kind, blocks, children in (("double", doubles, DOUBLE_CHILDREN), ("single", singles, SINGLE_CHILDREN)):
+        if len({type(b) for b in blocks}) != 1:
+            return f"its {kind} blocks are of different classes (another pack replaced some)"
+        for block in blocks:
+            if getattr(block, "_compiled_call_impl", None) is not None or type(block).__name__ == "OptimizedModule":
+                return "its blocks are compiled with torch.compile"
+            missing = next((name for name in children if block._modules.get(name) is None), None)
+            if missing:
+                return f"not FLUX.1: a {kind} block has no {missing}"
+    try:
+        found = block_digest(type(doubles[0]), type(singles[0]))
+    except (AttributeError, KeyError):
+        found = None
+    if found not in KNOWN_BLOCKS:
+        return "core version not recognised: the code of its FLUX blocks is not one that was checked"
+    return None

@@ -1,0 +1,92 @@
+"""The end of a q/k chain: norm, join and rotation run as one kernel, and the memory order that attention likes is proven through attention."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels.proof import same_bits
+from ..kernels.qk_norm_rope import Stream, qk_norm_rope
+from .pending import JoinedHeads, NormedHead, real
+from .weights import give_back, take
+
+
+def rope_pair(function, q, k, pe):
+    """`function(q, k, pe) -> (q, k)`."""
+    qs, ks = _parts(q), _parts(k)
+    if qs is None or ks is None or len(qs) != len(ks) or any(a.head.base is not b.head.base or a.head.heads != b.head.heads for a, b in zip(qs, ks)):
+        return NotImplemented
+    return _rotate(function, qs, ks, real(pe))
+
+
+def rope_single(function, x, pe):
+    """`function(x, pe) -> x`: cores that rotate q and k in two calls."""
+    parts = _parts(x)
+    if parts is None:
+        return NotImplemented
+    result = _rotate(function, parts, None, real(pe))
+    return result if result is NotImplemented else result[0]
+
+
+def _parts(value):
+    if type(value) in (NormedHead, JoinedHeads) and value.fresh and all(p.fresh and p.head.fresh for p in value.parts):
+        return value.parts
+    return None
+
+
+def _stream(part, partner, borrowed) -> Stream:
+    head, module = part.head, part.module
+    if partner is None:
+        return Stream(head.base, head.start, None, head.heads, head.dim, take(module, head.base, borrowed), None)
+    return Stream(
+        head.base, head.start, partner.head.start, head.heads, head.dim,
+        take(module, head.base, borrowed), take(partner.module, head.base, borrowed),
+    )
+
+
+def _rotate(function, qs, ks, pe):
+    modules = [module for p in qs for module in (p.module, p.twin[1])]
+    eps = modules[0].eps
+    if any(m.eps != eps or m.weight is None or len(m.normalized_shape) != 1 for m in modules):
+        return NotImplemented
+    shared, borrowed = qs[0].shared, []
+    try:
+        streams = tuple([_stream(q, k, borrowed) for q, k in zip(qs, ks or [None] * len(qs))])
+        if not shared.token_major:
+            return qk_norm_rope(streams, pe, eps, function, False)
+
+        def both(token_major):
+            if ks is not None:
+                return qk_norm_rope(streams, pe, eps, function, token_major)
+            twins = tuple([_stream(NormedHead(*p.twin, p.v, shared, None), None, borrowed) for p in qs])
+            return [qk_norm_rope(s, pe, eps, function, token_major)[0] for s in (streams, twins)]
+
+        return qk_norm_rope(streams, pe, eps, function, shared.layouts.proven(both, streams, [q.v for q in qs]))
+    finally:
+        give_back(borrowed)
+
+
+class AttentionLayouts:
+    """Whether attention gives the same bits for q and k in (B, L, heads, D) memory order as in core's (B, heads, L, D).
+
+    Attention backends are chosen by stride too, so this is proven through core's own attention, once per shape, before it is relied on.
+    Token-major order makes the reshape after attention free.
+    """
+
+    def __init__(self, attention):
+        self.attention, self.verdicts = attention, {}
+
+    def proven(self, both, streams, values) -> bool:
+        """`both(token_major) -> (q, k)`; `streams` say the shapes; `values` are the parts of v, joined as core joins them."""
+        first = streams[0]
+        key = (tuple(s.base.shape for s in streams), first.base.stride(), first.heads, first.base.dtype, first.base.get_device())
+        verdict = self.verdicts.get(key)
+        if verdict is None:
+            if first.base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return False
+            try:
+                v = real(values[0]) if len(values) == 1 else torch.cat([real(v) for v in values], dim=2)
+                verdict = same_bits(*(self.attention(*both(token_major), v, pe=None) for token_major in (False, True)))
+            except torch.cuda.OutOfMemoryError:
+                return False  # no room for a second attention now; core's order is always right
+            self.verdicts[key] = verdict
+        return verdict

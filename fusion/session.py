@@ -1,0 +1,180 @@
+"""One model call with the fast path on: leaves mounted, core's own forward run, leaves restored, whatever happens.
+
+`apply` puts one keyed wrapper on a clone of the model. The wrapper resolves everything from the live model at call time, since
+torch.compile, hooks and multi-GPU cores run another module object than the one that the node saw.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+import weakref
+from contextlib import contextmanager
+
+import torch
+
+from ..kernels import build
+from . import recognise
+from .report import Run
+from .sites import Plan, hooked
+from .table import register_comfy_kitchen
+
+log = logging.getLogger("flux_fast_path")
+
+KEY = "flux_fast_path"  # of our wrappers and of our plain-data options
+KINDS = frozenset(("modulation", "norm", "qk", "gelu"))
+OUTER_SAMPLE, APPLY_MODEL = "outer_sample", "apply_model"  # comfy.patcher_extension.WrappersMP
+
+_plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion model -> (its blocks' ids, Plan)
+_plans_lock = threading.Lock()
+
+
+def plan_for(diffusion_model) -> Plan:
+    """The model's leaves, found once and again when its blocks are other objects."""
+    blocks = tuple(map(id, (*diffusion_model.double_blocks, *diffusion_model.single_blocks)))
+    with _plans_lock:
+        found = _plans.get(diffusion_model)
+        if found is None or found[0] != blocks:
+            found = _plans[diffusion_model] = blocks, Plan(diffusion_model)
+    return found[1]
+
+
+@contextmanager
+def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool = False, note=lambda text: None):
+    """Swap the forwards of the plan's leaves for the duration of the block.
+
+    Only the instance attribute `forward` is used, and only where there is none: a leaf that another pack has patched, or that has hooks,
+    stays as it is. Removal is in `finally`, since ComfyUI's interrupt is not an `Exception`.
+    """
+    plan.shared.begin(token_major, share_silu)
+    owned = []
+    try:
+        for kind, module, forward in plan.leaves:
+            if kind not in kinds:
+                continue
+            attributes = module.__dict__
+            if "forward" in attributes:
+                note(f"a {type(module).__name__} has a forward of another pack and stays as it is")
+            elif hooked(module):
+                note(f"a {type(module).__name__} has hooks and stays as it is")
+            else:
+                owned.append((attributes, forward))
+                attributes["forward"] = forward
+        yield
+    finally:
+        for attributes, forward in owned:
+            if attributes.get("forward") is forward:
+                del attributes["forward"]
+        plan.shared.end()
+
+
+def why_not_call(base_model, x, transformer_options: dict) -> str | None:
+    """Why this model call runs as core runs it, or None."""
+    if torch.compiler.is_compiling() or "torch.compile" in transformer_options.get("wrappers", {}).get(APPLY_MODEL, {}):
+        return "the model is compiled with torch.compile"
+    reason = recognise.why_not_model(getattr(base_model, "diffusion_model", None))
+    if reason:
+        return reason
+    if torch.is_grad_enabled():
+        return "gradients are being recorded (training)"
+    return build.unavailable(x.device, base_model.get_dtype_inference())
+
+
+class Application:
+    """One application of a node to a model: what its wrappers share. Holds no model and no tensor."""
+
+    def __init__(self, token: str, publish):
+        self.token, self.publish, self.run = token, publish, None
+
+    def __deepcopy__(self, memo):
+        return self  # core 0.3.64 deep-copies options, wrappers' owners included; a copy would report to nobody
+
+    def tell(self, run: Run) -> None:
+        try:
+            self.publish(run)
+        except Exception:  # the picture never depends on whether somebody could be told about it
+            log.debug("publishing the report failed", exc_info=True)
+
+    def outer_sample(self, executor, *args, **kwargs):
+        """Core's OUTER_SAMPLE wrapper. Runs before the model is loaded, so it only frames the run."""
+        run = self.run = Run(self.token)
+        outcome = "error"
+        try:
+            result = executor(*args, **kwargs)
+            outcome = "finished"
+            return result
+        except BaseException as error:
+            if type(error).__name__ in ("InterruptProcessingException", "KeyboardInterrupt"):
+                outcome = "interrupted"
+            raise
+        finally:
+            run.end(outcome)
+            self.tell(run)
+            log.info("%s", run.to_dict()["text"])
+
+    def apply_model(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, *args, **kwargs):
+        """Core's APPLY_MODEL wrapper."""
+        if self.run is None:
+            self.run = Run(self.token)  # somebody calls the model without the sampler
+        run, options = self.run, transformer_options.get(KEY) or {}
+        run.tier = options.get("tier", "lossless")
+        run.steps += 1
+        call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
+        try:
+            base = executor.class_obj
+            run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(base.get_dtype_inference())[6:]
+            reason = why_not_call(base, x, transformer_options)
+        except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
+            log.debug("the model could not be examined", exc_info=True)
+            reason = f"the model could not be examined ({type(error).__name__})"
+        if reason or not options.get("fast_path", True):
+            run.step_aside(reason or "switched off")
+            return executor(*call, **kwargs)
+        register_comfy_kitchen()
+        plan = plan_for(base.diffusion_model)
+        run.blocks, run.sites = plan.blocks, plan.sites
+        first = run.fused_steps == 0
+        with mounted(plan, *choices(base.diffusion_model, transformer_options, kwargs, run), note=run.note):
+            result = executor(*call, **kwargs)
+        run.fused_steps += 1
+        if first:
+            self.tell(run)
+        return result
+
+
+def choices(diffusion_model, transformer_options: dict, conditions: dict, run: Run) -> tuple[frozenset, bool, bool]:
+    """(kinds to mount, whether attention may be asked for another memory order, whether silu(vec) may be shared) for one call."""
+    patches, replaced = transformer_options.get("patches") or {}, transformer_options.get("patches_replace") or {}
+    kinds = KINDS
+    if "attn1_patch" in patches or "post_input" in patches:
+        kinds = kinds - {"qk"}
+        run.note("q and k run as core runs them: a patch of another node reads or replaces them")
+    simple = not replaced.get("dit") and not patches
+    own_attention = "optimized_attention_override" in transformer_options or conditions.get("attention_mask") is not None
+    known_loop = "forward_orig" not in diffusion_model.__dict__ and recognise.loop_digest(type(diffusion_model)) in recognise.KNOWN_LOOPS
+    blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
+    return kinds, simple and not own_attention, simple and known_loop and not any(map(hooked, blocks))
+
+
+def why_not_apply(model) -> str | None:
+    """Why the model that a node was given is not worth a wrapper, or None. What only a running model shows is asked again then."""
+    try:
+        return recognise.why_not_model(model.get_model_object("diffusion_model"))
+    except Exception as error:  # an object that only resembles a ModelPatcher
+        return f"{type(model).__name__} holds no diffusion model ({type(error).__name__})"
+
+
+def apply(model, publish=lambda run: None, **options):
+    """A clone of `model` (a ModelPatcher) with the wrapper on; applying it again replaces, so twice equals once.
+
+    `options` (fast_path: bool, tier: str, nodes: dict) are merged into the clone's plain-data options. `publish(run)` is told of progress.
+    """
+    clone = model.clone()
+    transformer_options = clone.model_options.setdefault("transformer_options", {})
+    application = Application(uuid.uuid4().hex, publish)
+    transformer_options[KEY] = {**(transformer_options.get(KEY) or {}), **options, "token": application.token}
+    for kind, wrapper in ((OUTER_SAMPLE, application.outer_sample), (APPLY_MODEL, application.apply_model)):
+        clone.remove_wrappers_with_key(kind, KEY)
+        clone.add_wrapper_with_key(kind, KEY, wrapper)
+    return clone

@@ -1,0 +1,1 @@
+"""What runs on the GPU. Knows torch, and nothing of ComfyUI."""

@@ -1,0 +1,68 @@
+"""The pack's device code: assembled, compiled once per device and dtype, kept in memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from . import nvrtc
+
+log = logging.getLogger("flux_fast_path")
+
+FILES = ("common", "residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat")
+DEFINES = {torch.bfloat16: "FFP_BF16=1", torch.float16: "FFP_FP16=1"}
+MIN_ARCH = {torch.bfloat16: 80, torch.float16: nvrtc.MIN_ARCH}  # bf16 arithmetic instructions begin with sm_80
+
+_modules: dict[tuple[int, torch.dtype], nvrtc.Module | nvrtc.KernelError] = {}
+_lock = threading.Lock()
+build_seconds: dict[tuple[int, torch.dtype], float] = {}
+
+
+def source() -> str:
+    folder = Path(__file__).parent / "cu"
+    return "\n".join((folder / f"{name}.cu").read_text(encoding="utf-8") for name in FILES)
+
+
+def compile_for(arch: int, dtype: torch.dtype) -> bytes:
+    """Code for architecture `arch` (10 * major + minor). No GPU is needed. Raises KernelError."""
+    if arch < MIN_ARCH[dtype]:
+        raise nvrtc.KernelError(f"{str(dtype)[6:]} needs sm_{MIN_ARCH[dtype]} or newer, this GPU is sm_{arch}")
+    return nvrtc.compile_source(source(), nvrtc.target_for(arch), (DEFINES[dtype],))
+
+
+def module(device_index: int, dtype: torch.dtype) -> nvrtc.Module:
+    """The kernels for this device and dtype, built on first use. Raises KernelError, the same one each time, without building again."""
+    key = (device_index, dtype)
+    with _lock:
+        if key not in _modules:
+            started = time.perf_counter()
+            try:
+                major, minor = torch.cuda.get_device_capability(device_index)
+                _modules[key] = nvrtc.Module(compile_for(10 * major + minor, dtype), device_index)
+            except nvrtc.KernelError as error:
+                _modules[key] = error
+                log.warning("Kernels for %s are unavailable: %s. Images are unaffected.", torch.cuda.get_device_name(device_index), error)
+            build_seconds[key] = time.perf_counter() - started
+        found = _modules[key]
+    if isinstance(found, nvrtc.KernelError):
+        raise nvrtc.KernelError(str(found))
+    return found
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel can run for `dtype` on `device`, or None. Builds the kernels if that has not happened yet."""
+    if device.type != "cuda":
+        return f"the model runs on {device.type}, not on an NVIDIA GPU"
+    if torch.version.hip:
+        return "this is a ROCm build of torch"
+    if dtype not in DEFINES:
+        return f"the model computes in {str(dtype)[6:]}, not in bfloat16 or float16"
+    try:
+        module(device.index if device.index is not None else torch.cuda.current_device(), dtype)
+    except nvrtc.KernelError as error:
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,193 @@
+"""Prove, then mount: a fused operation is trusted for a signature only after its bits equalled the eager ones on this GPU.
+
+`FusedOp` is the dispatcher that every operation shares. A call finds its `Plan` (one per exact shapes, strides, dtype, device) and runs it:
+the kernel when the plan's `Verdict` is "trusted", else the eager reference. A verdict covers all plans that take the same path through the
+kernel (`proof_key`), so a new resolution or prompt length proves nothing again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from . import build
+from .nvrtc import KernelError
+
+log = logging.getLogger("flux_fast_path")
+
+MAX_PLANS = 2048  # per operation; a plan is about 2 kB of host memory
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two half-width tensors agree bit for bit: NaN equals the same NaN, +0.0 differs from -0.0. Synchronises."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+class Verdict:
+    """What is known of one operation on one code path of one GPU."""
+
+    __slots__ = ("op", "signature", "state", "variant", "reason")
+
+    def __init__(self, op: str, signature: str):
+        self.op, self.signature = op, signature
+        self.state, self.variant, self.reason = "new", None, None  # state: new | trusted | disabled
+
+
+class Plan:
+    """One exact signature: how to run it, how often it ran fused, what both sides cost (µs, CUDA events, None until timed)."""
+
+    __slots__ = ("op", "device", "run", "fused", "reason", "verdict", "launches", "eager_us", "fused_us")
+
+    def __init__(self, op: str, device: torch.device, run, fused: bool, reason: str | None = None, verdict: Verdict | None = None):
+        self.op, self.device, self.run, self.fused, self.reason, self.verdict = op, device, run, fused, reason, verdict
+        self.launches, self.eager_us, self.fused_us = 0, None, None
+
+
+class FusedOp:
+    """Base of the operations. A subclass states the contract and defines:
+
+    name, label, variants     identity, words for the report, kernel variants in order of preference
+    key(*args)                hashable; everything a launch depends on (called each time: keep it cheap)
+    why_not(*args)            str | None; called once a key, on tensors on any device
+    proof_key(*args)          hashable; what selects a path through the kernel (device and dtype are added here)
+    reference(*args)          the eager expression, the only place it is written
+    prepare(variant, *args)   a callable run(*args) that launches the kernel; raises KernelError
+    shadow(*args)             args for a trial run: equal values, no tensor that the caller would see written
+    like(*args)               the tensor that names the call's device and dtype
+    """
+
+    name = label = ""
+    variants: tuple = (0,)
+
+    def __init__(self):
+        self.plans: dict = {}
+        self.verdicts: dict = {}
+        self._lock = threading.RLock()
+        REGISTRY[self.name] = self
+
+    def __call__(self, *args):
+        """The operation's result, from the kernel where that is proven, from the reference otherwise. Never raises on its own account."""
+        plan = self.plans.get(self.key(*args))
+        if plan is None:
+            return self._first_sight(args)
+        if plan.fused:
+            try:
+                result = plan.run(*args)
+                plan.launches += 1
+                return result
+            except KernelError as error:  # a launch that is refused has written nothing
+                self._disable(plan.verdict, str(error))
+                plan.fused, plan.run = False, self.reference
+        return plan.run(*args)
+
+    def why_not(self, *args) -> str | None:
+        raise NotImplementedError
+
+    def shadow(self, *args):
+        return args
+
+    def like(self, *args) -> torch.Tensor:
+        return args[0]
+
+    def proof_cases(self, device: torch.device, dtype: torch.dtype):
+        """Extra argument tuples proven before the live ones: special values, all inputs. Small."""
+        return ()
+
+    # --- first sight ---
+
+    def _first_sight(self, args):
+        like = self.like(*args)
+        device, dtype = like.device, like.dtype
+        if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self.reference(*args)
+        reason = self.why_not(*args) or build.unavailable(device, dtype)
+        if reason:
+            self._remember(args, Plan(self.name, device, self.reference, False, reason))
+            return self.reference(*args)
+        with self._lock:
+            proof_key = (device, dtype, self.proof_key(*args))
+            verdict = self.verdicts.get(proof_key)
+            if verdict is None:
+                signature = f"{str(dtype)[6:]} {self.proof_key(*args)} on {torch.cuda.get_device_name(device)}"
+                verdict = self.verdicts[proof_key] = Verdict(self.name, signature)
+            try:
+                return self._decide(args, verdict)
+            except torch.cuda.OutOfMemoryError:
+                # The trial needs room for a second result. Core's own call may still fit; the next call tries again.
+                log.debug("%s: no memory for a proof now", self.name)
+                return self.reference(*args)
+
+    def _decide(self, args, verdict: Verdict):
+        if verdict.state == "new":
+            self._prove(args, verdict)
+        device = self.like(*args).device
+        if verdict.state == "disabled":
+            self._remember(args, Plan(self.name, device, self.reference, False, verdict.reason, verdict))
+            return self.reference(*args)
+        try:
+            run = self.prepare(verdict.variant, *args)
+            plan = Plan(self.name, device, run, True, None, verdict)
+            plan.eager_us, plan.fused_us = self._time(self.reference, args), self._time(run, args)
+            result = run(*args)
+        except KernelError as error:
+            self._disable(verdict, str(error))
+            return self.reference(*args)
+        plan.launches += 1
+        self._remember(args, plan)
+        return result
+
+    def _prove(self, args, verdict: Verdict) -> None:
+        failure = None
+        like = self.like(*args)
+        cases = [*self.proof_cases(like.device, like.dtype), args]
+        wanted = [self.reference(*self.shadow(*case)) for case in cases]
+        for variant in self.variants:
+            try:
+                if all(self._equal(self.prepare(variant, *case)(*self.shadow(*case)), want) for case, want in zip(cases, wanted)):
+                    verdict.state, verdict.variant = "trusted", variant
+                    log.debug("%s: proven bit-identical, variant %s, %s", self.name, variant, verdict.signature)
+                    return
+                failure = failure or "its bits differ from core's on this GPU"
+            except KernelError as error:
+                failure = str(error)
+        self._disable(verdict, failure)
+
+    @staticmethod
+    def _equal(got, want) -> bool:
+        if isinstance(want, torch.Tensor):
+            return same_bits(got, want)
+        return all(same_bits(g, w) for g, w in zip(got, want))
+
+    def _disable(self, verdict: Verdict, reason: str) -> None:
+        if verdict.state != "disabled":
+            verdict.state, verdict.reason = "disabled", reason
+            log.warning("%s is off for %s: %s. Core's own code runs instead, the image is unaffected.", self.label, verdict.signature, reason)
+
+    def _remember(self, args, plan: Plan) -> None:
+        if len(self.plans) >= MAX_PLANS:
+            self.plans.clear()
+        self.plans[self.key(*args)] = plan
+
+    def _time(self, run, args, repeats: int = 3) -> float:
+        """µs of one call on the device: the fastest of a few, since the first ones pay for caches and clocks."""
+        best, args = float("inf"), self.shadow(*args)
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run(*args)
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) * 1e3)
+        return best
+
+
+REGISTRY: dict[str, FusedOp] = {}
+
+
+def forget() -> None:
+    """Drop every plan and verdict, so that the next call proves again. For tests and the benchmark."""
+    for op in REGISTRY.values():
+        op.plans.clear()
+        op.verdicts.clear()

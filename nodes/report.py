@@ -1,0 +1,55 @@
+"""Shows what FLUX Fast Path did in the run that made a latent, in words and as data."""
+
+from . import status
+from .report_text import describe
+
+NOTHING = (
+    "No run recorded: nothing was sampled with FLUX Fast Path since ComfyUI started, or the picture came from ComfyUI's cache. "
+    "Put the node FLUX Fast Path between the model loader and the sampler, and change the seed to sample again."
+)
+
+
+class FluxFastPathReport:
+    DESCRIPTION = (
+        "Says what FLUX Fast Path did while this latent was sampled: what was fused, on which GPU, how much time it saved, and why it "
+        "stepped aside when it did. Place it after the sampler; the latent passes through unchanged."
+    )
+    CATEGORY = "model_patches/flux"
+    SEARCH_ALIASES = ["flux fast path report", "flux fast", "fast path status", "flux speed", "flux report", "acceleration report"]
+    RETURN_TYPES = ("LATENT", "STRING")
+    RETURN_NAMES = ("latent", "report")
+    OUTPUT_TOOLTIPS = ("The latent that came in, untouched.", "The report in words.")
+    FUNCTION = "report"
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {
+                "latent": ("LATENT", {"tooltip": "From the sampler. It makes this node wait until sampling is over and passes through."}),
+            },
+            "optional": {
+                "model": (
+                    "MODEL",
+                    {"tooltip": "The model that the sampler used. Needed only when a workflow has more than one sampler: it picks the right run."},
+                ),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    def report(self, latent, model=None, unique_id=None):
+        found = _newest(status.latest_reports(), _token(model))
+        text = describe(found) if found else NOTHING
+        status.show_text(unique_id, text)
+        return {"ui": {"flux_fast_path_report": [found] if found else [], "text": [text]}, "result": (latent, text)}
+
+
+def _newest(reports, token):
+    """The newest report of the wired model, else the newest of all."""
+    ours = [r for r in reports if token is not None and r.get("token") == token]
+    return (ours or reports or [None])[0]
+
+
+def _token(model):
+    options = getattr(model, "model_options", None) or {}
+    return status.plain((options.get("transformer_options") or {}).get("flux_fast_path") or {}).get("token")

@@ -1,0 +1,99 @@
+"""A report (the dictionary that fusion/report.py documents) in words that a painter understands."""
+
+STATES = {
+    "proven": "proven bit for bit on this GPU",
+    "partly": "proven for some shapes, switched off for others",
+    "disabled": "switched off",
+    "idle": "not needed in this run",
+}
+
+
+def describe(report):
+    """Several lines. A missing or empty entry leaves its line out: reports of other versions stay readable."""
+    head = "FLUX Fast Path" + _with(" · run {}", report.get("run")) + _with(" · {}", report.get("tier"))
+    paragraphs = [[head, *_outcome(report)], _fused(report), _high(report), _disabled(report), _notes(report), _versions(report)]
+    return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
+
+
+def _outcome(report):
+    lines = []
+    if report.get("state") == "fused":
+        blocks = report.get("blocks") or {}
+        where = " and ".join(f"{count} {kind}" for kind, count in blocks.items() if count)
+        lines.append(
+            "The fast path was on"
+            + (f" in {where} blocks" if where else "")
+            + _with(" of {}", report.get("model"))
+            + _with(", on {}", report.get("gpu"))
+            + _with(" ({})", report.get("dtype"))
+            + "."
+        )
+        if (report.get("high") or {}).get("state") == "mounted":
+            lines.append("Tier high: the image is very close to the lossless one, not bit-identical.")
+        else:
+            lines.append("The image is bit-identical to ComfyUI without this pack.")
+    else:
+        lines.append(f"The fast path stepped aside: {report.get('reason') or 'no reason was recorded'}.")
+        lines.append("The image is unaffected: ComfyUI drew it in its usual way, at its usual speed.")
+    lines += _time(report)
+    broken = {"interrupted": "The run was interrupted before it ended.", "error": "The run ended with an error."}
+    if report.get("outcome") in broken:
+        lines.append(broken[report["outcome"]])
+    return lines
+
+
+def _time(report):
+    parts = [
+        _with("{} steps", report.get("steps") or None) + _with(" in {:.1f} s", report.get("seconds")),
+        _with("{:.0f} ms per step", report.get("ms_per_step")),
+        _with("about {:.1f} ms saved per step", report.get("saved_ms_per_step")),
+    ]
+    parts = [part for part in parts if part]
+    return [", ".join(parts) + "."] if parts else []
+
+
+def _fused(report):
+    lines = []
+    for op in report.get("ops") or []:
+        if op.get("state") == "idle" and not op.get("sites"):
+            continue
+        line = f"  {op.get('label') or op.get('op')}: {op.get('sites', 0)} places, {STATES.get(op.get('state'), op.get('state'))}"
+        lines.append(line + _with(", saves {:.1f} ms per step", op.get("saved_ms_per_step") or None))
+    return ["What was fused:", *lines] if lines else []
+
+
+def _high(report):
+    high = report.get("high")
+    if not high:
+        return []
+    if high.get("state") == "mounted":
+        line = f"Tier high runs in {high.get('sites')} of {high.get('of')} places"
+        lines = [line + _with(", largest relative error {:.2g}", high.get("max_relative_error")) + "."]
+    else:
+        lines = ["Tier high stepped aside, so this run was lossless."]
+    return lines + [f"  {reason}" for reason in high.get("reasons") or []]
+
+
+def _disabled(report):
+    labels = {op.get("op"): op.get("label") for op in report.get("ops") or []}
+    lines = [
+        f"  {labels.get(item.get('op')) or item.get('op')}" + _with(" ({})", item.get("signature")) + _with(": {}", item.get("reason"))
+        for item in report.get("disabled") or []
+    ]
+    return ["Switched off on this GPU (the image is unaffected, only this part is not faster):", *lines] if lines else []
+
+
+def _notes(report):
+    notes = [f"  {note}" for note in report.get("notes") or []]
+    return ["Left to ComfyUI:", *notes] if notes else []
+
+
+def _versions(report):
+    named = (("FLUX Fast Path {}", "version"), ("ComfyUI {}", "core"), ("PyTorch {}", "torch"))
+    versions = [_with(text, report.get(key)) for text, key in named]
+    versions = [version for version in versions if version]
+    return [" · ".join(versions)] if versions else []
+
+
+def _with(text, value):
+    return "" if value is None or value == "" else text.format(value)

@@ -1,0 +1,145 @@
+"""FLUX Fast Path Report: picks the right run and says in words what happened."""
+
+import copy
+import json
+import types
+
+import pytest
+from flux_fast_path.nodes import status
+from flux_fast_path.nodes.report import FluxFastPathReport
+from flux_fast_path.nodes.report_text import describe
+
+FUSED = {
+    "schema": 1,
+    "version": "0.1.0",
+    "run": 3,
+    "started": "2026-09-01T12:00:00",
+    "seconds": 2.7,
+    "outcome": "finished",
+    "state": "fused",
+    "reason": None,
+    "model": "Flux",
+    "gpu": "NVIDIA H200",
+    "dtype": "bfloat16",
+    "core": "0.29.0",
+    "torch": "2.11.0+cu130",
+    "tier": "lossless",
+    "high": None,
+    "blocks": {"double": 19, "single": 38},
+    "steps": 20,
+    "ops": [
+        {"op": "residual_gate", "label": "residual gates", "sites": 114, "launches": 2280, "state": "proven", "saved_ms_per_step": 3.1},
+        {"op": "gelu_concat", "label": "GELU and join", "sites": 38, "launches": 0, "state": "disabled", "saved_ms_per_step": None},
+        {"op": "linear_gelu", "label": "GELU in the GEMM", "sites": 0, "launches": 0, "state": "idle", "saved_ms_per_step": None},
+    ],
+    "saved_ms_per_step": 27.04,
+    "ms_per_step": 134.3,
+    "disabled": [{"op": "gelu_concat", "signature": "bf16 4608x15360", "reason": "3 of 70778880 values differ"}],
+    "notes": ["double_blocks.3.img_mlp: another pack replaced its forward"],
+    "text": "57/57 blocks · 114 gates · proven on NVIDIA H200 · −27 ms/step",
+}
+ASIDE = {**FUSED, "run": 4, "state": "stepped_aside", "reason": "model is fp32", "ops": [], "disabled": [], "notes": [], "saved_ms_per_step": None}
+
+
+@pytest.fixture(autouse=True)
+def no_reports():
+    status._reports.clear()
+    yield
+    status._reports.clear()
+
+
+def model(token):
+    options = {} if token is None else {"transformer_options": {"flux_fast_path": {"token": token}}}
+    return types.SimpleNamespace(model_options=options)
+
+
+def run_node(**inputs):
+    latent = {"samples": object()}
+    answer = FluxFastPathReport().report(latent, **inputs)
+    assert answer["result"][0] is latent
+    return answer
+
+
+def test_without_a_run_it_says_so_and_the_latent_passes():
+    answer = run_node()
+    assert answer["result"][1].startswith("No run recorded")
+    assert answer["ui"]["flux_fast_path_report"] == []
+
+
+def test_the_newest_report_is_shown_and_handed_to_api_users_whole():
+    status.publish_report(ASIDE)
+    status.publish_report(FUSED)
+    answer = run_node()
+    assert answer["ui"]["flux_fast_path_report"] == [FUSED]
+    assert answer["ui"]["text"] == [answer["result"][1]]
+    json.dumps(answer["ui"], allow_nan=False)
+
+
+def test_a_wired_model_picks_its_own_run():
+    status.publish_report({**FUSED, "run": 1, "token": "mine"})
+    status.publish_report({**FUSED, "run": 2, "token": "other"})
+    assert run_node(model=model("mine"))["ui"]["flux_fast_path_report"][0]["run"] == 1
+
+
+@pytest.mark.parametrize("wired", [model("unknown"), model(None), types.SimpleNamespace()], ids=["unknown", "unpatched", "no-options"])
+def test_a_model_that_has_no_run_falls_back_to_the_newest(wired):
+    status.publish_report({**FUSED, "token": None})
+    assert run_node(model=wired)["ui"]["flux_fast_path_report"][0]["run"] == 3
+
+
+def test_a_fused_run_in_words():
+    text = describe(FUSED)
+    for line in (
+        "FLUX Fast Path · run 3 · lossless",
+        "The fast path was on in 19 double and 38 single blocks of Flux, on NVIDIA H200 (bfloat16).",
+        "The image is bit-identical to ComfyUI without this pack.",
+        "20 steps in 2.7 s, 134 ms per step, about 27.0 ms saved per step.",
+        "  residual gates: 114 places, proven bit for bit on this GPU, saves 3.1 ms per step",
+        "  GELU and join: 38 places, switched off",
+        "  GELU and join (bf16 4608x15360): 3 of 70778880 values differ",
+        "  double_blocks.3.img_mlp: another pack replaced its forward",
+        "FLUX Fast Path 0.1.0 · ComfyUI 0.29.0 · PyTorch 2.11.0+cu130",
+    ):
+        assert line in text.splitlines()
+    assert "GELU in the GEMM" not in text
+
+
+def test_a_run_that_stepped_aside_says_why_and_that_the_image_is_unaffected():
+    text = describe(ASIDE)
+    assert "The fast path stepped aside: model is fp32." in text and "The image is unaffected" in text
+    assert "bit-identical" not in text
+
+
+def test_the_high_tier_never_claims_a_bit_identical_image():
+    high = {"state": "mounted", "sites": 76, "of": 76, "reasons": [], "max_relative_error": 0.0029}
+    text = describe({**FUSED, "tier": "high", "high": high})
+    assert "not bit-identical" in text and "76 of 76 places, largest relative error 0.0029" in text
+
+
+def test_a_high_tier_that_stepped_aside_is_lossless_and_gives_its_reasons():
+    high = {"state": "stepped_aside", "sites": 0, "of": 76, "reasons": ["linear1 is quantised (fp8)"], "max_relative_error": None}
+    text = describe({**FUSED, "tier": "high", "high": high})
+    assert "The image is bit-identical" in text and "  linear1 is quantised (fp8)" in text
+
+
+@pytest.mark.parametrize("outcome, words", [("interrupted", "was interrupted"), ("error", "ended with an error")])
+def test_a_run_that_did_not_finish_says_so(outcome, words):
+    assert words in describe({**FUSED, "outcome": outcome})
+
+
+@pytest.mark.parametrize("key", sorted(FUSED))
+def test_a_report_without_one_of_its_entries_is_still_readable(key):
+    for change in ("missing", "none"):
+        report = copy.deepcopy(FUSED)
+        if change == "missing":
+            del report[key]
+        else:
+            report[key] = None
+        text = describe(report)
+        assert text.startswith("FLUX Fast Path") and "None" not in text
+
+
+def test_every_input_and_output_has_a_tooltip():
+    inputs = FluxFastPathReport.INPUT_TYPES()
+    assert all(spec[1]["tooltip"] for group in ("required", "optional") for spec in inputs[group].values())
+    assert len(FluxFastPathReport.OUTPUT_TOOLTIPS) == len(FluxFastPathReport.RETURN_TYPES)
