@@ -78,7 +78,17 @@ def why_not_call(base_model, x, transformer_options: dict) -> str | None:
         return reason
     if torch.is_grad_enabled():
         return "gradients are being recorded (training)"
-    return build.unavailable(x.device, base_model.get_dtype_inference())
+    return why_not_device(x.device, compute_dtype(base_model))
+
+
+def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why nothing can be fused there, or None. Builds the kernels on first use."""
+    return build.unavailable(device, dtype)
+
+
+def compute_dtype(base_model) -> torch.dtype:
+    """What the model computes in; core 0.3.64 has no `get_dtype_inference`."""
+    return base_model.manual_cast_dtype or base_model.get_dtype()
 
 
 class Application:
@@ -123,7 +133,7 @@ class Application:
         call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
         try:
             base = executor.class_obj
-            run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(base.get_dtype_inference())[6:]
+            run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(compute_dtype(base))[6:]
             reason = why_not_call(base, x, transformer_options)
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
             log.debug("the model could not be examined", exc_info=True)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from . import build
 from .nvrtc import Launch
 from .proof import FusedOp
-from .slices import as_tensor, layout, pointer, row_strides, why_not_plain, why_not_rows
+from .slices import ColumnSlice, as_tensor, layout, pointer, row_strides, why_not_plain, why_not_rows
 
 THREADS = 128  # PyTorch's: the order of the reduction depends on it
 
@@ -40,6 +40,8 @@ class LayerNormModulate(FusedOp):
     reference = staticmethod(layer_norm_modulate_reference)
 
     def key(self, x, scale, shift, eps, plus_one):
+        if type(scale) is ColumnSlice and type(shift) is ColumnSlice and scale.base is shift.base:
+            return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, layout(scale), shift.start, shift.width, eps, plus_one
         return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, layout(scale), layout(shift), eps, plus_one
 
     def why_not(self, x, scale, shift, eps, plus_one) -> str | None:
@@ -71,7 +73,7 @@ class LayerNormModulate(FusedOp):
         )
 
         def run(x, scale, shift, eps, plus_one):
-            out = x.new_empty(x.shape)
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
             launch(out.data_ptr(), x.data_ptr(), pointer(scale), pointer(shift))
             return out
 

@@ -68,7 +68,7 @@ _DRIVER_SIGNATURES = {
     "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
     "cuModuleLoadData": [POINTER(c_void_p), c_void_p],
     "cuModuleGetFunction": [POINTER(c_void_p), c_void_p, c_char_p],
-    "cuLaunchKernel": [c_void_p] + [c_uint] * 7 + [c_void_p, c_void_p, c_void_p],
+    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],  # CUDA 11.8; half the argument conversions of cuLaunchKernel
 }
 _lock = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}
@@ -207,6 +207,15 @@ class Module:
         return handle
 
 
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver API."""
+
+    _fields_ = [
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", c_void_p), ("attributes", c_void_p), ("attribute_count", c_uint),
+    ]
+
+
 class Launch:
     """One prepared launch: fixed grid, block and scalars; pointers are given at each call.
 
@@ -214,34 +223,36 @@ class Launch:
     are prepared once a thread, since ctypes releases the GIL while the driver reads them.
     """
 
-    __slots__ = ("_device", "_function", "_grid_block", "_pointers", "_scalars", "_threads", "_cu_launch")
+    __slots__ = ("_device", "_function", "_grid_block", "_pointers", "_scalars", "_threads", "_launch")
 
     def __init__(self, module: Module, name: str, grid: tuple[int, int, int], block: int, pointers: int, scalars: tuple):
         self._device, self._function = module.device_index, module.function(name)
-        self._grid_block = tuple(c_uint(v) for v in (*grid, block, 1, 1, 0))
-        self._pointers, self._scalars, self._threads = pointers, scalars, {}
-        self._cu_launch = driver().cuLaunchKernel
+        self._grid_block, self._pointers, self._scalars, self._threads = (*grid, block, 1, 1, 0), pointers, scalars, {}
+        self._launch = driver().cuLaunchKernelEx
 
     def _prepare(self):
         if len(self._threads) > 64:
             self._threads.clear()  # threads come and go; their idents do not tell us when
         with torch.cuda.device(self._device):
             ensure_context(self._device)
-        slots = (ctypes.c_uint64 * self._pointers)()
+        config, slots = LaunchConfig(*self._grid_block), (ctypes.c_uint64 * self._pointers)()
         base = ctypes.addressof(slots)
         addresses = [base + 8 * i for i in range(self._pointers)] + [ctypes.addressof(s) for s in self._scalars]
-        prepared = self._threads[get_ident()] = slots, (c_void_p * len(addresses))(*addresses)
+        arguments = (c_void_p * len(addresses))(*addresses)
+        # Kept together: the addresses are raw, so nothing else keeps what they point to alive.
+        prepared = self._threads[get_ident()] = slots, config, ctypes.addressof(config), ctypes.addressof(arguments), arguments
         return prepared
 
     def __call__(self, *pointers: int) -> None:
         """Launch on torch's current stream of the device. Raises KernelError."""
-        slots, arguments = self._threads.get(get_ident()) or self._prepare()
+        slots, config, config_address, arguments, _ = self._threads.get(get_ident()) or self._prepare()
         slots[:] = pointers
         device = self._device
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
-                code = self._cu_launch(self._function, *self._grid_block, torch._C._cuda_getCurrentRawStream(device), arguments, None)
+        config.stream = torch._C._cuda_getCurrentRawStream(device)
+        if torch._C._cuda_getDevice() == device:
+            code = self._launch(config_address, self._function, arguments, None)
         else:
-            code = self._cu_launch(self._function, *self._grid_block, torch._C._cuda_getCurrentRawStream(device), arguments, None)
+            with torch.cuda.device(device):
+                code = self._launch(config_address, self._function, arguments, None)
         if code:
             _check(code, "the kernel launch")

@@ -24,7 +24,7 @@ from .proof import FusedOp
 from .slices import why_not_plain
 
 FLOAT32_EPSILON = 1.1920928955078125e-07
-ROPE_VARIANTS = (0, 1, 2)  # comfy-kitchen's CUDA kernel, eager torch, unfused: see cu/qk_norm_rope.cu
+ROPE_VARIANTS = (0, 1)  # comfy-kitchen's CUDA kernel, eager torch: see cu/qk_norm_rope.cu
 
 
 class Stream:
@@ -105,7 +105,7 @@ class QkNormRope(FusedOp):
             return f"the rotation is {tuple(pe.shape)} for {tokens} tokens"
         if pe.stride()[2:] != (2 * first.head_dim, 4, 2, 1) or pe.data_ptr() % 16 or pe.stride(0) % 4:
             return f"the rotation is not contiguous (strides {pe.stride()})"
-        if 2 * batch > 65535:
+        if batch > 65535:
             return f"the batch is {batch}"
         return None
 
@@ -124,10 +124,10 @@ class QkNormRope(FusedOp):
         pair = text.k_start is not None
         out = Strides(tokens * heads * dim, heads * dim, dim) if token_major else Strides(tokens * heads * dim, dim, tokens * dim)
         launch = Launch(
-            build.module(text.base.device.index, text.base.dtype), f"qk_norm_rope_{variant}", (tokens, batch * (2 if pair else 1), 1), 256, 11,
+            build.module(text.base.device.index, text.base.dtype), f"qk_norm_rope_{variant}_{dim}", (tokens, batch, 1), 256, 11,
             (
                 *(ctypes.c_int64(v) for s in (text, image) for v in s.base.stride()[:2]), out,
-                ctypes.c_int64(pe.stride(0) if pe.shape[0] > 1 else 0), ctypes.c_int(text_tokens), ctypes.c_int(heads), ctypes.c_int(dim),
+                ctypes.c_int64(pe.stride(0) if pe.shape[0] > 1 else 0), ctypes.c_int(text_tokens), ctypes.c_int(heads),
                 ctypes.c_float(FLOAT32_EPSILON if eps is None else eps),
             ),
         )

@@ -40,7 +40,6 @@ __device__ __forceinline__ void gelu_concat(u16* out, const u16* attention, cons
   extern "C" __global__ void __launch_bounds__(128) gelu_concat_##N(u16* out, const u16* attention, const u16* mlp, i64 attention_row,           \
                                                                     i64 mlp_row, i64 rows, int attention_width, int mlp_width) {                \
     gelu_concat<N>(out, attention, mlp, attention_row, mlp_row, rows, attention_width, mlp_width);                                              \
-  }                                                                                                                                             \
-  extern "C" __global__ void gelu_table_##N(u16* out) { u32 i = blockIdx.x * blockDim.x + threadIdx.x; out[i] = to_half(gelu<N>(to_float((u16)i))); }
+  }
 GELU_CONCAT(0)
 GELU_CONCAT(1)
