@@ -38,7 +38,7 @@ import torch
 from ..kernels.proof import REGISTRY
 
 SCHEMA = 1
-OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat")
+OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "linear_gelu")
 _numbers = itertools.count(1)
 
 
@@ -77,7 +77,7 @@ class Run:
     def _ops(self) -> list[dict]:
         found, used = [], self.launches()
         for name in OPS:
-            if name not in self.sites:
+            if not self.sites.get(name):
                 continue
             mine = [(plan, count) for plan, count in used if plan.op == name]
             launches = sum(count for _, count in mine)
@@ -99,13 +99,14 @@ class Run:
         from .. import __version__
 
         ops = self._ops()
+        high = self.high and {**self.high, "max_relative_error": REGISTRY["linear_gelu"].errors.get(self.device)}
         saved = [op["saved_ms_per_step"] for op in ops if op["saved_ms_per_step"] is not None]
         seconds = self.seconds or time.perf_counter() - self._clock
         report = {
             "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "started": self.started,
             "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if self.reason else "fused", "reason": self.reason,
             "model": self.model, "gpu": gpu_name(self.device), "dtype": self.dtype, "core": core_version(), "torch": torch.__version__,
-            "tier": self.tier, "high": self.high, "blocks": dict(self.blocks), "steps": self.steps, "ops": ops,
+            "tier": self.tier, "high": high, "blocks": dict(self.blocks), "steps": self.steps, "ops": ops,
             "saved_ms_per_step": round(sum(saved), 2) if saved else None,
             "ms_per_step": round(seconds * 1e3 / self.steps, 2) if self.steps else None,
             "disabled": [{"op": v.op, "signature": v.signature, "reason": v.reason} for v in self._verdicts() if v.state == "disabled"],
@@ -134,6 +135,8 @@ def text(report: dict) -> str:
         return f"Stepped aside: {report['reason']}. Image unaffected."
     if not report["steps"]:
         return "Interrupted before the first step." if report["outcome"] == "interrupted" else "Waiting for the first step."
+    if not report["ops"] and not report["high"]:
+        return "lossless: nothing to mount, core runs as it is. Image unaffected."
     blocks, gates = sum(report["blocks"].values()), next((op for op in report["ops"] if op["op"] == "residual_gate"), None)
     parts = [f"{blocks}/{blocks} blocks"]
     if gates and gates["launches"]:

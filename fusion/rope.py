@@ -36,10 +36,10 @@ def _parts(value):
 def _stream(part, partner, borrowed) -> Stream:
     head, module = part.head, part.module
     if partner is None:
-        return Stream(head.base, head.start, None, head.heads, head.dim, take(module, head.base, borrowed), None)
+        return Stream(head.base, head.start, None, head.heads, head.dim, take(module, head.base, borrowed)[0], None)
     return Stream(
         head.base, head.start, partner.head.start, head.heads, head.dim,
-        take(module, head.base, borrowed), take(partner.module, head.base, borrowed),
+        take(module, head.base, borrowed)[0], take(partner.module, head.base, borrowed)[0],
     )
 
 

@@ -23,7 +23,7 @@ from .table import register_comfy_kitchen
 log = logging.getLogger("flux_fast_path")
 
 KEY = "flux_fast_path"  # of our wrappers and of our plain-data options
-KINDS = frozenset(("modulation", "norm", "qk", "gelu"))
+KINDS = frozenset(("modulation", "norm", "qk", "projection", "gelu"))  # lossless: bit-identical, every one of them
 OUTER_SAMPLE, APPLY_MODEL = "outer_sample", "apply_model"  # comfy.patcher_extension.WrappersMP
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion model -> (its blocks' ids, Plan)
@@ -94,15 +94,15 @@ def compute_dtype(base_model) -> torch.dtype:
 class Application:
     """One application of a node to a model: what its wrappers share. Holds no model and no tensor."""
 
-    def __init__(self, token: str, publish):
-        self.token, self.publish, self.run = token, publish, None
+    def __init__(self, token: str, publish, nodes: list):
+        self.token, self.publish, self.nodes, self.run = token, publish, nodes, None
 
     def __deepcopy__(self, memo):
         return self  # core 0.3.64 deep-copies options, wrappers' owners included; a copy would report to nobody
 
     def tell(self, run: Run) -> None:
         try:
-            self.publish(run)
+            self.publish(run, self.nodes)
         except Exception:  # the picture never depends on whether somebody could be told about it
             log.debug("publishing the report failed", exc_info=True)
 
@@ -138,14 +138,19 @@ class Application:
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
             log.debug("the model could not be examined", exc_info=True)
             reason = f"the model could not be examined ({type(error).__name__})"
-        if reason or not options.get("fast_path", True):
-            run.step_aside(reason or "switched off")
+        if reason:
+            run.step_aside(reason)
             return executor(*call, **kwargs)
         register_comfy_kitchen()
         plan = plan_for(base.diffusion_model)
+        kinds, *sharing = choices(base.diffusion_model, transformer_options, kwargs, run)
         run.blocks, run.sites = plan.blocks, plan.sites
+        if not options.get("fast_path"):  # only the tier's node is in the graph
+            kinds, run.sites = frozenset(), {}
+        if run.tier == "high":
+            kinds = with_high(kinds, plan, x.device, compute_dtype(base), run)
         first = run.fused_steps == 0
-        with mounted(plan, *choices(base.diffusion_model, transformer_options, kwargs, run), note=run.note):
+        with mounted(plan, kinds, *sharing, note=run.note):
             result = executor(*call, **kwargs)
         run.fused_steps += 1
         if first:
@@ -153,12 +158,23 @@ class Application:
         return result
 
 
+def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozenset:
+    """`kinds` and the site classes of tier "high" that can mount; the run's report learns which and why not."""
+    chosen, run.high = plan.high.choose(device, dtype)
+    run.sites["linear_gelu"] = run.high["sites"]
+    if "high_single" in chosen:
+        # Its own forward replaces the lossless one of linear1, and needs the GELU's leaf to pass the activated columns on.
+        kinds = (kinds - {"projection"}) | {"gelu"}
+        run.sites["gelu_concat"] = 0
+    return kinds | chosen
+
+
 def choices(diffusion_model, transformer_options: dict, conditions: dict, run: Run) -> tuple[frozenset, bool, bool]:
     """(kinds to mount, whether attention may be asked for another memory order, whether silu(vec) may be shared) for one call."""
     patches, replaced = transformer_options.get("patches") or {}, transformer_options.get("patches_replace") or {}
     kinds = KINDS
     if "attn1_patch" in patches or "post_input" in patches:
-        kinds = kinds - {"qk"}
+        kinds = kinds - {"qk", "projection"}
         run.note("q and k run as core runs them: a patch of another node reads or replaces them")
     simple = not replaced.get("dit") and not patches
     own_attention = "optimized_attention_override" in transformer_options or conditions.get("attention_mask") is not None
@@ -175,15 +191,18 @@ def why_not_apply(model) -> str | None:
         return f"{type(model).__name__} holds no diffusion model ({type(error).__name__})"
 
 
-def apply(model, publish=lambda run: None, **options):
+def apply(model, publish=lambda run, nodes: None, node=None, **options):
     """A clone of `model` (a ModelPatcher) with the wrapper on; applying it again replaces, so twice equals once.
 
-    `options` (fast_path: bool, tier: str, nodes: dict) are merged into the clone's plain-data options. `publish(run)` is told of progress.
+    `options` (fast_path: bool, tier: str) are merged into the clone's plain-data options, so that our nodes work in any order. `node` is the
+    id of the node on screen; `publish(run, nodes)` is told of progress, with the ids of all our nodes that shaped this model.
     """
     clone = model.clone()
     transformer_options = clone.model_options.setdefault("transformer_options", {})
-    application = Application(uuid.uuid4().hex, publish)
-    transformer_options[KEY] = {**(transformer_options.get(KEY) or {}), **options, "token": application.token}
+    before = transformer_options.get(KEY) or {}
+    nodes = [n for n in before.get("nodes", []) if n != node] + [node]
+    application = Application(uuid.uuid4().hex, publish, nodes)
+    transformer_options[KEY] = {**before, **options, "nodes": nodes, "token": application.token}
     for kind, wrapper in ((OUTER_SAMPLE, application.outer_sample), (APPLY_MODEL, application.apply_model)):
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, wrapper)

@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
+from .high import HighPlan, MlpColumns
 from .pending import Chunk, Columns, Gelu, Head, Norm, NormedHead, real
 from .rope import AttentionLayouts
 
@@ -58,13 +59,15 @@ class Plan:
         for block in singles:
             self._add("modulation", block.modulation, modulation_forward)
             self._add("norm", block.pre_norm, norm_forward)
-            self._add("qk", block.linear1, projection_forward)
+            self._add("projection", block.linear1, projection_forward)
             self._add("qk", block.norm, qk_norm_forward)
             if type(block.mlp_act) is torch.nn.GELU and block.mlp_act.approximate == "tanh":
                 self._add("gelu", block.mlp_act, gelu_forward)
         final = getattr(getattr(diffusion_model, "final_layer", None), "norm_final", None)
         if final is not None:
             self._add("norm", final, norm_forward)
+        self.high = HighPlan(doubles, singles)
+        self.leaves += self.high.leaves
 
     def _add(self, kind, module, make):
         self.leaves.append((kind, module, make(module, self.shared)))
@@ -79,6 +82,7 @@ class Plan:
             "qk_norm_rope": double + single,
             "head_concat": double,
             "gelu_concat": single,
+            "linear_gelu": 0,
         }
 
 
@@ -155,6 +159,8 @@ def gelu_forward(module, shared):
     def forward(x, *args, **kwargs):
         if args or kwargs:
             return type(module).forward(module, real(x), *args, **kwargs)
+        if type(x) is MlpColumns and x.fresh:
+            return x.activated()
         return Gelu(x, module)
 
     return forward

@@ -10,6 +10,7 @@ from ..kernels.layer_norm_modulate import layer_norm_modulate
 from ..kernels.residual_gate import residual_gate
 from ..kernels.slices import ColumnSlice
 from . import weights
+from .high import MlpColumns, SplitProjection
 from .pending import TABLE, Chunk, Columns, Gated, Gelu, Head, JoinedHeads, Norm, NormedHead, OnePlus, real
 from .rope import rope_pair, rope_single
 
@@ -59,6 +60,8 @@ def on_cat(tensors, dim=0, **kwargs):
     first, second = tensors
     if type(second) is Gelu and second.fresh and plain(first) and dim in (2, -1) and first.ndim == 3:
         return gelu_concat(first, second.operand())
+    if type(second) is MlpColumns and second.fresh and plain(first) and dim in (2, -1):
+        return second.join(first)
     if dim not in (2, -2):
         return NotImplemented
     if type(first) is NormedHead and type(second) is NormedHead and first.fresh and second.fresh:
@@ -70,8 +73,10 @@ def on_cat(tensors, dim=0, **kwargs):
 
 
 def on_split(tensor, sizes, dim=0, **kwargs):
-    if kwargs or type(tensor) is not Columns or not tensor.fresh or dim not in (2, -1) or not isinstance(sizes, (list, tuple)):
+    if kwargs or type(tensor) not in (Columns, SplitProjection) or not tensor.fresh or dim not in (2, -1) or not isinstance(sizes, (list, tuple)):
         return NotImplemented
+    if type(tensor) is SplitProjection:
+        return tensor.split(sizes)
     s = tensor.slice
     if sum(sizes) != s.width or s.base.ndim != 3:
         return NotImplemented

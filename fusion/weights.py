@@ -16,17 +16,17 @@ def plain_layer_norm(module, x: torch.Tensor) -> bool:
     return module.weight is None and module.bias is None and len(module.normalized_shape) == 1 and module.normalized_shape[0] == x.shape[-1]
 
 
-def take(module, like: torch.Tensor, borrowed: list) -> torch.Tensor:
-    """The weight of a normalisation module, for use on `like`'s device and in its dtype until `give_back(borrowed)`.
+def take(module, like: torch.Tensor, borrowed: list) -> tuple:
+    """(weight, bias) of a module for use on `like`'s device and in its dtype until `give_back(borrowed)`.
 
-    A resident, unpatched weight is read as core's own forward reads it; every other goes through core's cast/uncast pair.
+    Resident, unpatched weights are read as core's own forward reads them; all others go through core's cast/uncast pair.
     """
     if not _has_functions(module):
-        return module.weight
+        return module.weight, module.bias if "bias" in module._parameters else None
     ops = sys.modules["comfy.ops"]  # a module with cast weights comes from there
     weight, bias, stream = ops.cast_bias_weight(module, like, offloadable=True)
     borrowed.append((ops, module, weight, bias, stream))
-    return weight
+    return weight, bias
 
 
 def give_back(borrowed: list) -> None:

@@ -7,15 +7,14 @@ Everything here raises `KernelError`; choosing what to do about it is the dispat
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
-import sys
 import threading
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from pathlib import Path
 from threading import get_ident
 
 import torch
+
+from .libraries import candidates
 
 MIN_ARCH = 75  # the oldest architecture the CUDA 13 compiler still knows
 
@@ -25,26 +24,6 @@ class KernelError(RuntimeError):
 
 
 # --- finding and declaring the two libraries -------------------------------------------------------------------------
-
-
-def nvrtc_candidates() -> list[str]:
-    """Paths and names under which torch's NVRTC may be found, best first."""
-    torch_dir = Path(torch.__file__).parent
-    site = torch_dir.parent
-    major = (torch.version.cuda or "").split(".")[0]
-    if os.name == "nt":
-        patterns = [torch_dir / "lib" / "nvrtc64_*.dll", Path(sys.prefix) / "Library" / "bin" / "nvrtc64_*.dll"]
-        names = [f"nvrtc64_{major}0_0.dll"]
-    else:
-        patterns = [
-            site / "nvidia" / f"cu{major}" / "lib" / "libnvrtc.so*",
-            site / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so*",
-            torch_dir / "lib" / "libnvrtc*.so*",
-            Path(sys.prefix) / "lib" / "libnvrtc.so*",
-        ]
-        names = [f"libnvrtc.so.{major}", "libnvrtc.so"]  # already loaded, or known to the system's loader
-    found = [path for pattern in patterns for path in sorted(glob.glob(str(pattern)))]
-    return [path for path in found if "builtins" not in path and ".alt." not in path] + names
 
 
 _NVRTC_SIGNATURES = {
@@ -74,20 +53,21 @@ _lock = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}
 
 
-def _declare(library: ctypes.CDLL, signatures: dict) -> ctypes.CDLL:
+def declare(library: ctypes.CDLL, signatures: dict) -> ctypes.CDLL:
     for name, argtypes in signatures.items():
         function = getattr(library, name)
         function.argtypes, function.restype = argtypes, c_int
     return library
 
 
-def _load(kind: str, names: list[str], signatures: dict, missing: str) -> ctypes.CDLL:
+def load_library(kind: str, names: list[str], signatures: dict, missing: str) -> ctypes.CDLL:
+    """The first of `names` that loads and has every function of `signatures`; remembered under `kind`. Raises KernelError."""
     with _lock:
         if kind not in _libraries:
             errors = []
             for name in names:
                 try:
-                    _libraries[kind] = _declare(ctypes.CDLL(name), signatures)
+                    _libraries[kind] = declare(ctypes.CDLL(name), signatures)
                     break
                 except (OSError, AttributeError) as error:
                     errors.append(f"{name}: {error}")
@@ -98,13 +78,13 @@ def _load(kind: str, names: list[str], signatures: dict, missing: str) -> ctypes
 
 def nvrtc() -> ctypes.CDLL:
     """NVRTC, loaded on first use. Raises KernelError naming every place that was tried."""
-    return _load("nvrtc", nvrtc_candidates(), _NVRTC_SIGNATURES, "torch's run-time compiler (NVRTC) was not found")
+    return load_library("nvrtc", candidates("nvrtc", "cuda_nvrtc"), _NVRTC_SIGNATURES, "torch's run-time compiler (NVRTC) was not found")
 
 
 def driver() -> ctypes.CDLL:
     """The CUDA driver API. Raises KernelError when no NVIDIA driver is installed."""
     names = ["nvcuda.dll"] if os.name == "nt" else ["libcuda.so.1", "libcuda.so"]
-    return _load("driver", names, _DRIVER_SIGNATURES, "no NVIDIA driver was found")
+    return load_library("driver", names, _DRIVER_SIGNATURES, "no NVIDIA driver was found")
 
 
 def _check(code: int, what: str) -> None:

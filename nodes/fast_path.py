@@ -10,15 +10,12 @@ from . import status
 log = logging.getLogger("flux_fast_path")
 
 
-def publisher(node_id):
-    """`publish(run)` that shows the run's line on the node and hands the report to panel and API."""
-
-    def publish(run):
-        report = run.to_dict()
+def publish(run, nodes):
+    """Show the run's line on our nodes and hand the report to panel and API."""
+    report = run.to_dict()
+    for node_id in nodes:
         status.show_text(node_id, report["text"])
-        status.publish_report(report)
-
-    return publish
+    status.publish_report(report)
 
 
 def why_not_patcher(model) -> str | None:
@@ -67,4 +64,4 @@ class FluxFastPath:
             status.show_text(unique_id, f"Stepped aside: {reason}. Image unaffected.")
             return (model,)
         status.show_text(unique_id, "Ready. Kernels are built and proven at the first step.")
-        return (session.apply(model, publisher(unique_id), fast_path=True),)
+        return (session.apply(model, publish, unique_id, fast_path=True),)

@@ -1,0 +1,182 @@
+"""Tier "high": where the GELU moves into the up-projection's GEMM. Not bit-exact; all sites of a class, or none of it.
+
+Double blocks: `mlp[0]` then `mlp[1]` run as one product. Single blocks: `linear1` is split by rows into its q/k/v part, run as it is, and its
+MLP part, whose activated result is written straight into the buffer that core's `cat((attention, mlp), 2)` is about to ask for.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..kernels import cublaslt
+from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
+from ..kernels.nvrtc import KernelError
+from .pending import Columns, Pending, real
+from .weights import give_back, take
+
+# Plain Linears: their forward is `F.linear` with the weights that `weights.take` gives.
+PLAIN_LINEARS = {("comfy.ops", "disable_weight_init.Linear"), ("comfy.ops", "manual_cast.Linear"), ("torch.nn.modules.linear", "Linear")}
+
+
+def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
+    """Why this up-projection keeps its own GELU, or None."""
+    if type(activation) is not torch.nn.GELU or activation.approximate != "tanh":
+        return f"the activation is {type(activation).__name__}"
+    kind = type(linear)
+    if (kind.__module__, kind.__qualname__) not in PLAIN_LINEARS:
+        return f"a Linear is a {kind.__qualname__} (quantised or of another pack)"
+    for module in (linear, activation):
+        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+            return f"a {type(module).__name__} is patched by another pack"
+    if linear.bias is None:
+        return "a Linear has no bias"
+    if type(linear.weight) not in (torch.nn.Parameter, torch.Tensor) or linear.weight.dtype != dtype:
+        return f"weights are {str(linear.weight.dtype)[6:]} (quantised), the model computes in {str(dtype)[6:]}"
+    return None
+
+
+def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no site can mount there, or None."""
+    if device.type != "cuda" or torch.version.hip:
+        return "no NVIDIA GPU"
+    if dtype not in UNIT_ROUNDOFF:
+        return f"the model computes in {str(dtype)[6:]}"
+    if torch.cuda.get_device_capability(device)[0] == 12:
+        return "on RTX 50 (sm_12x) the epilogue is slower than a separate GELU"
+    try:
+        cublaslt.library()
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+class HighPlan:
+    """The up-projections of a model: (class, linear, activation), and the forwards that mount them."""
+
+    def __init__(self, doubles, singles):
+        self.sites = {"double": [], "single": []}
+        self.leaves = []  # (kind, module, forward), as in sites.Plan
+        for block in doubles:
+            for mlp in (block.img_mlp, block.txt_mlp):
+                if len(mlp) > 1:
+                    self.sites["double"].append((mlp[0], mlp[1]))
+                    self.leaves += [("high_double", mlp[0], up_forward(mlp[0])), ("high_double", mlp[1], gelu_of_up_forward(mlp[1]))]
+        for block in singles:
+            self.sites["single"].append((block.linear1, block.mlp_act))
+            self.leaves.append(("high_single", block.linear1, linear1_forward(block.linear1, block.hidden_size)))
+
+    def choose(self, device, dtype) -> tuple[frozenset, dict]:
+        """(kinds to mount, the report's "high" entry): a class mounts when every one of its sites can."""
+        refused, kinds, mounted = why_not_device(device, dtype), set(), 0
+        reasons = [refused] if refused else []
+        for name, sites in self.sites.items():
+            reason = refused or next(filter(None, (why_not_site(*site, dtype) for site in sites)), None)
+            if reason is None:
+                kinds.add(f"high_{name}")
+                mounted += len(sites)
+            elif not refused:
+                reasons.append(f"{name} blocks: {reason}")
+        total = sum(map(len, self.sites.values()))
+        return frozenset(kinds), {"state": "mounted" if mounted else "stepped_aside", "sites": mounted, "of": total, "reasons": reasons, "max_relative_error": None}
+
+
+class UpProjection(Pending):
+    """`linear(x)` of a double block's MLP, waiting for its GELU."""
+
+    __slots__ = ("x", "module")
+
+    def __init__(self, x, module):
+        self._real, self.x, self.module = None, x, module
+
+    def _eager(self):
+        return type(self.module).forward(self.module, self.x)
+
+    def activated(self):
+        borrowed = []
+        try:
+            return linear_gelu(self.x, *take(self.module, self.x, borrowed), None)
+        finally:
+            give_back(borrowed)
+
+
+class SplitProjection(Pending):
+    """A single block's `linear1(x)`: q/k/v as a tensor, the MLP part activated in `buffer[..., hidden:]`."""
+
+    __slots__ = ("x", "module", "qkv", "buffer", "hidden")
+
+    def __init__(self, x, module, qkv, buffer, hidden):
+        self._real, self.x, self.module, self.qkv, self.buffer, self.hidden = None, x, module, qkv, buffer, hidden
+
+    def _eager(self):
+        return type(self.module).forward(self.module, self.x)
+
+    def split(self, sizes):
+        width = self.qkv.shape[-1]
+        if list(sizes) != [width, self.buffer.shape[-1] - self.hidden]:
+            return NotImplemented
+        return Columns(self.qkv, 0, width, False), MlpColumns(self)
+
+
+class MlpColumns(Pending):
+    """The MLP part of a SplitProjection, before (`activated` False) or after its GELU."""
+
+    __slots__ = ("projection", "is_activated", "joined")
+
+    def __init__(self, projection, is_activated=False):
+        self._real, self.projection, self.is_activated, self.joined = None, projection, is_activated, False
+
+    def _eager(self):
+        p = self.projection
+        return p.buffer[..., p.hidden :] if self.is_activated else p.materialise()[..., p.qkv.shape[-1] :]
+
+    def activated(self):
+        return MlpColumns(self.projection, True)
+
+    def join(self, attention):
+        """`cat((attention, self), 2)`: the buffer, once; NotImplemented for anything but its other half."""
+        p = self.projection
+        left = p.buffer[..., : p.hidden]
+        if not self.is_activated or self.joined or attention.shape != left.shape or attention.dtype != left.dtype or attention.device != left.device:
+            return NotImplemented
+        self.joined = True  # a second join would write into what the first one returned
+        left.copy_(attention)
+        return p.buffer
+
+
+def up_forward(module):
+    def forward(x, *args, **kwargs):
+        x = real(x)
+        if args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
+            return type(module).forward(module, x, *args, **kwargs)
+        return UpProjection(x, module)
+
+    return forward
+
+
+def gelu_of_up_forward(module):
+    def forward(x, *args, **kwargs):
+        if type(x) is UpProjection and x.fresh and not args and not kwargs:
+            return x.activated()
+        return type(module).forward(module, real(x), *args, **kwargs)
+
+    return forward
+
+
+def linear1_forward(module, hidden):
+    def forward(x, *args, **kwargs):
+        x = real(x)
+        if args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
+            return type(module).forward(module, x, *args, **kwargs)
+        borrowed = []
+        try:
+            weight, bias = take(module, x, borrowed)
+            qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])
+            mlp = weight.shape[0] - 3 * hidden
+            buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
+            linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
+            return SplitProjection(x, module, qkv, buffer, hidden)
+        finally:
+            give_back(borrowed)
+
+    return forward
