@@ -20,6 +20,7 @@ _SINCE_0_20 = dict(txt_ids_dims=[], global_modulation=False, mlp_silu_act=False,
                    ref_index_scale=1.0, yak_mlp=False, txt_norm=False)
 SIZES = {
     "tiny": dict(hidden_size=256, num_heads=2, depth=2, depth_single_blocks=3, context_in_dim=64, vec_in_dim=32),
+    "small": dict(hidden_size=3072, num_heads=24, depth=4, depth_single_blocks=8, context_in_dim=4096, vec_in_dim=768),
     "dev": dict(hidden_size=3072, num_heads=24, depth=19, depth_single_blocks=38, context_in_dim=4096, vec_in_dim=768),
 }
 
