@@ -10,22 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels import cublaslt
+from ..kernels.column_copy import column_copy
 from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
 from ..kernels.nvrtc import KernelError
 from .pending import Columns, Pending, real
-from .weights import give_back, take
-
-# Plain Linears: their forward is `F.linear` with the weights that `weights.take` gives.
-PLAIN_LINEARS = {("comfy.ops", "disable_weight_init.Linear"), ("comfy.ops", "manual_cast.Linear"), ("torch.nn.modules.linear", "Linear")}
+from .weights import give_back, is_plain_linear, take
 
 
 def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
     """Why this up-projection keeps its own GELU, or None."""
     if type(activation) is not torch.nn.GELU or activation.approximate != "tanh":
         return f"the activation is {type(activation).__name__}"
-    kind = type(linear)
-    if (kind.__module__, kind.__qualname__) not in PLAIN_LINEARS:
-        return f"a Linear is a {kind.__qualname__} (quantised or of another pack)"
+    if not is_plain_linear(linear):
+        return f"a Linear is a {type(linear).__qualname__} (quantised or of another pack)"
     for module in (linear, activation):
         if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
             return f"a {type(module).__name__} is patched by another pack"
@@ -140,7 +137,7 @@ class MlpColumns(Pending):
         if not self.is_activated or self.joined or attention.shape != left.shape or attention.dtype != left.dtype or attention.device != left.device:
             return NotImplemented
         self.joined = True  # a second join would write into what the first one returned
-        left.copy_(attention)
+        column_copy(left, attention)
         return p.buffer
 
 

@@ -8,10 +8,14 @@ wants raw memory can mistake them for a tensor.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch.utils._pytree import tree_map
 
 from ..kernels.slices import ColumnSlice
+
+log = logging.getLogger("flux_fast_path")
 
 TABLE: dict = {}  # torch function -> handler(*args, **kwargs), which may return NotImplemented
 
@@ -41,7 +45,13 @@ class Pending:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         handler = TABLE.get(func)
         if handler is not None:
-            result = handler(*args, **kwargs) if kwargs else handler(*args)
+            try:
+                result = handler(*args, **kwargs) if kwargs else handler(*args)
+            except torch.cuda.OutOfMemoryError:
+                raise  # core answers this one itself: it unloads models and tries again
+            except Exception:  # a fault of ours must not become a fault of the picture: what core asked for still runs below
+                log.warning("A fused operation failed and core's own runs instead, the image is unaffected.", exc_info=True)
+                result = NotImplemented
             if result is not NotImplemented:
                 return result
         return func(*tree_map(real, args), **tree_map(real, kwargs or {}))

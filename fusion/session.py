@@ -23,7 +23,7 @@ from .table import register_comfy_kitchen
 log = logging.getLogger("flux_fast_path")
 
 KEY = "flux_fast_path"  # of our wrappers and of our plain-data options
-KINDS = frozenset(("modulation", "norm", "qk", "projection", "gelu"))  # lossless: bit-identical, every one of them
+KINDS = frozenset(("modulation", "norm", "qk", "projection", "gelu", "gemm"))  # lossless: bit-identical, every one of them
 OUTER_SAMPLE, APPLY_MODEL = "outer_sample", "apply_model"  # comfy.patcher_extension.WrappersMP
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion model -> (its blocks' ids, Plan)
@@ -165,7 +165,7 @@ def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozense
     if "high_single" in chosen:
         # Its own forward replaces the lossless one of linear1, and needs the GELU's leaf to pass the activated columns on.
         kinds = (kinds - {"projection"}) | {"gelu"}
-        run.sites["gelu_concat"] = 0
+        run.sites["gelu_concat"], run.sites["column_copy"] = 0, plan.blocks["single"]
     return kinds | chosen
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from .high import HighPlan, MlpColumns
 from .pending import Chunk, Columns, Gelu, Head, Norm, NormedHead, real
 from .rope import AttentionLayouts
+from .weights import run_linear
 
 
 class Shared:
@@ -61,6 +62,7 @@ class Plan:
             self._add("norm", block.pre_norm, norm_forward)
             self._add("projection", block.linear1, projection_forward)
             self._add("qk", block.norm, qk_norm_forward)
+            self._add("gemm", block.linear2, linear_forward)
             if type(block.mlp_act) is torch.nn.GELU and block.mlp_act.approximate == "tanh":
                 self._add("gelu", block.mlp_act, gelu_forward)
         final = getattr(getattr(diffusion_model, "final_layer", None), "norm_final", None)
@@ -82,6 +84,7 @@ class Plan:
             "qk_norm_rope": double + single,
             "head_concat": double,
             "gelu_concat": single,
+            "linear": 2 * double + 2 * single,
             "linear_gelu": 0,
         }
 
@@ -128,10 +131,21 @@ def norm_forward(module, shared):
 
 def _projection_forward(module, joined_v):
     def forward(x, *args, **kwargs):
-        out = type(module).forward(module, real(x), *args, **kwargs)
+        x = real(x)
+        out = type(module).forward(module, x, *args, **kwargs) if args or kwargs or type(x) is not torch.Tensor else run_linear(module, x)
         if type(out) is not torch.Tensor or out.ndim != 3:
             return out
         return Columns(out, 0, out.shape[-1], joined_v)
+
+    return forward
+
+
+def linear_forward(module, shared):
+    def forward(x, *args, **kwargs):
+        x = real(x)
+        if args or kwargs or type(x) is not torch.Tensor:
+            return type(module).forward(module, x, *args, **kwargs)
+        return run_linear(module, x)
 
     return forward
 

@@ -13,7 +13,7 @@ from . import nvrtc
 
 log = logging.getLogger("flux_fast_path")
 
-FILES = ("common", "residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat")
+FILES = ("common", "residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "column_copy")
 DEFINES = {torch.bfloat16: "FFP_BF16=1", torch.float16: "FFP_FP16=1"}
 MIN_ARCH = {torch.bfloat16: 80, torch.float16: nvrtc.MIN_ARCH}  # bf16 arithmetic instructions begin with sm_80
 

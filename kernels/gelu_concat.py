@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from . import build
 from .nvrtc import Launch
 from .proof import FusedOp
-from .slices import as_tensor, layout, pointer, why_not_plain
+from .slices import as_tensor, ceil_div, layout, pointer, why_not_plain
 
 ROWS = 4  # rows a thread takes, as GELU_ROWS in cu/gelu_concat.cu
 BLOCK = 128
@@ -52,7 +52,7 @@ class GeluConcat(FusedOp):
                 return f"{name} is not made of aligned 16-byte vectors (width {t.shape[2]}, row stride {t.stride(1)})"
             if t.shape[0] > 1 and t.stride(0) != t.shape[1] * t.stride(1):
                 return f"rows of {name} are not evenly spaced over the batch"
-        if -(-attention.shape[0] * attention.shape[1] // ROWS) > 65535:
+        if ceil_div(attention.shape[0] * attention.shape[1], ROWS) > 65535:
             return f"{attention.shape[0] * attention.shape[1]} rows are more than one launch takes"
         return None
 
@@ -68,7 +68,7 @@ class GeluConcat(FusedOp):
         tensor = as_tensor(mlp)
         mlp_width, rows, width = tensor.shape[2], batch * tokens, attention_width + tensor.shape[2]
         launch = Launch(
-            build.module(attention.device.index, attention.dtype), f"gelu_concat_{variant}", (-(-width // (8 * BLOCK)), -(-rows // ROWS), 1), BLOCK, 3,
+            build.module(attention.device.index, attention.dtype), f"gelu_concat_{variant}", (ceil_div(width, 8 * BLOCK), ceil_div(rows, ROWS), 1), BLOCK, 3,
             (*(ctypes.c_int64(v) for v in (attention.stride(1), tensor.stride(1), rows)), ctypes.c_int(attention_width), ctypes.c_int(mlp_width)),
         )
 

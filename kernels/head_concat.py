@@ -15,7 +15,7 @@ import torch
 from . import build
 from .nvrtc import Launch
 from .proof import FusedOp
-from .slices import ColumnSlice, as_tensor, layout, pointer, why_not_plain
+from .slices import ColumnSlice, as_tensor, ceil_div, layout, pointer, why_not_plain
 
 TOKENS = 8  # tokens a block copies, as in cu/head_concat.cu
 
@@ -64,7 +64,7 @@ class HeadConcat(FusedOp):
         batch, text_tokens, width = texts.shape
         tokens, dim = text_tokens + images.shape[1], width // heads
         launch = Launch(
-            build.module(texts.device.index, texts.dtype), "head_concat", (-(-tokens // TOKENS), batch, 1), 256, 3,
+            build.module(texts.device.index, texts.dtype), "head_concat", (ceil_div(tokens, TOKENS), batch, 1), 256, 3,
             (*(ctypes.c_int64(s) for t in (texts, images) for s in t.stride()[:2]), *(ctypes.c_int(v) for v in (text_tokens, tokens, heads, dim))),
         )
 

@@ -8,8 +8,8 @@ result and |gelu'| <= 1.13, the two differ by at most
 
 which is checked on the first live call of every signature; beyond it the site stays as core runs it.
 
-    x    [B, L, K]   contiguous bfloat16 or float16       W [N, K], b [N]
-    out  None, or [B, L, N] columns of a wider contiguous buffer, 16-byte aligned, that is written and returned
+    x, W, b  as in `linear`
+    out      None, or [B, L, N] columns of a wider contiguous buffer, 16-byte aligned, that is written and returned
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from . import cublaslt
-from .proof import FusedOp
-from .slices import why_not_plain
+from .linear import LtLinear
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 GELU_SLOPE = 1.13  # the largest |derivative| of GELU, near x = 1.4
@@ -31,41 +30,16 @@ def linear_gelu_reference(x, w, b, out):
     return result if out is None else out.copy_(result)
 
 
-class LinearGelu(FusedOp):
+class LinearGelu(LtLinear):
     name, label = "linear_gelu", "GELUs in the GEMM"
-    needs_kernels = False  # cublasLt's, not ours
+    epilogue = cublaslt.GELU_BIAS
+    failure = "its deviation from core's result is beyond the rounding bound"
 
     reference = staticmethod(linear_gelu_reference)
 
     def __init__(self):
         super().__init__()
         self.errors: dict = {}  # device -> the largest relative error seen at a first sight
-
-    def key(self, x, w, b, out):
-        place = None if out is None else (out.shape, out.stride(), out.data_ptr() & 15)
-        return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15, w.shape, w.stride(), w.dtype, w.get_device(), w.data_ptr() & 15, b.dtype, place
-
-    def why_not(self, x, w, b, out) -> str | None:
-        reason = why_not_plain("x", x, 3) or why_not_plain("the weight", w, 2) or why_not_plain("the bias", b, 1)
-        if reason:
-            return reason
-        if x.dtype not in UNIT_ROUNDOFF or w.dtype != x.dtype or b.dtype != x.dtype:
-            return f"x is {x.dtype}, the weight {w.dtype}, the bias {b.dtype}"
-        if x.device.type != "cuda" or w.device != x.device or b.device != x.device:
-            return f"x is on {x.device}, the weight on {w.device}"
-        if not x.is_contiguous() or not w.is_contiguous() or not b.is_contiguous():
-            return "x, the weight or the bias is not contiguous"
-        if any(t.data_ptr() % 16 for t in (x, w, b)) or x.shape[2] % 8 or w.shape[0] % 8:
-            return "x, the weight or the bias is not made of aligned 16-byte vectors"
-        if out is not None and (out.data_ptr() % 16 or out.stride(2) != 1 or out.stride(1) % 8 or out.stride(0) != out.shape[1] * out.stride(1)):
-            return f"the place for the result is not evenly spaced (strides {out.stride()})"
-        return None
-
-    def proof_key(self, x, w, b, out):
-        return (*w.shape, "into a wider buffer" if out is not None else "new")
-
-    def shadow(self, x, w, b, out):
-        return x, w, b, None if out is None else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
 
     def agrees(self, args, got, want) -> bool:
         x, w, b, _ = args
@@ -75,20 +49,6 @@ class LinearGelu(FusedOp):
             return False
         self.errors[x.device] = max(error, self.errors.get(x.device, 0.0))
         return True
-
-    failure = "its deviation from core's result is beyond the rounding bound"
-
-    def prepare(self, variant, x, w, b, out):
-        (batch, rows, k), n = x.shape, w.shape[0]
-        stride = n if out is None else out.stride(1)
-        product = cublaslt.Linear(x.device.index, x.dtype, batch * rows, n, k, k, k, stride, cublaslt.GELU_BIAS)
-
-        def run(x, w, b, out):
-            result = x.new_empty((batch, rows, n)) if out is None else out
-            product(x, w, b, result)
-            return result
-
-        return run
 
 
 linear_gelu = LinearGelu()

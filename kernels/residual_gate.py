@@ -17,7 +17,7 @@ import torch
 from . import build
 from .nvrtc import Launch
 from .proof import FusedOp
-from .slices import as_tensor, layout, pointer, row_strides, why_not_plain, why_not_rows
+from .slices import as_tensor, ceil_div, layout, pointer, row_strides, why_not_plain, why_not_rows
 
 ROWS = 8  # rows a thread walks, as GATE_ROWS in cu/residual_gate.cu
 
@@ -75,13 +75,13 @@ class ResidualGate(FusedOp):
     def prepare(self, variant, x, y, gate, inplace):
         batch, rows, width = x.shape
         vectorised = self._vectorised(x, y, gate)
-        lanes = -(-width // 8) if vectorised else width
-        block = min(256, -(-lanes // 32) * 32)
+        lanes = ceil_div(width, 8) if vectorised else width
+        block = min(256, ceil_div(lanes, 32) * 32)
         if lanes > block:  # even column blocks: 384 vectors of a 3072-wide row make 3 x 128, not 256 + 128
-            block = -(-(-(-lanes // -(-lanes // 128))) // 32) * 32
+            block = ceil_div(ceil_div(lanes, ceil_div(lanes, 128)), 32) * 32
         out_strides = x.stride()[:2] if inplace else (rows * width, width)
         strides = Strides(*x.stride()[:2], *y.stride()[:2], *row_strides(gate, batch, rows), *out_strides)
-        grid = (-(-lanes // block), -(-rows // ROWS), batch)
+        grid = (ceil_div(lanes, block), ceil_div(rows, ROWS), batch)
         if grid[1] > 65535:
             return lambda x, y, gate, inplace: residual_gate_add_reference(x, y, gate, inplace)
         launch = Launch(

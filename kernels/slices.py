@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def ceil_div(count: int, size: int) -> int:
+    """How many pieces of `size` hold `count`."""
+    return -(-count // size)
+
+
 class ColumnSlice:
     """Columns `[start, start + width)` of the last dimension of `base`; what `base.chunk(...)[i]` would be."""
 

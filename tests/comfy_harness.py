@@ -208,7 +208,8 @@ def sample(model, seed=0, steps=4, width=64, height=64, text_tokens=16, batch=1,
 
 # Set by core itself on a module when it loads, offloads or patches weights; none of them is ours.
 CORE_ATTRIBUTES = {"comfy_cast_weights", "prev_comfy_cast_weights", "comfy_patched_weights", "weight_function", "bias_function", "weight_lowvram_function",
-                   "bias_lowvram_function", "comfy_force_cast_weights", "_v", "_v_signature", "_pin", "_pin_registered", "_prefetch", "training"}
+                   "bias_lowvram_function", "comfy_force_cast_weights", "training", "seed_key"}
+CORE_PREFIXES = ("_v", "_pin", "_prefetch", "dynamic_")   # dynamic VRAM's own
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
@@ -246,7 +247,8 @@ def assert_untouched(model, before=None):
             continue
         problems += [f"{where}: {what} changed from {getattr(was, what)} to {getattr(now, what)}"
                      for what in ("cls", "parameters", "buffers", "children", "hooks") if getattr(was, what) != getattr(now, what)]
-        problems += [f"{where} gained attribute {a}" for a in sorted(now.attributes - was.attributes - CORE_ATTRIBUTES)]
+        problems += [f"{where} gained attribute {a}" for a in sorted(now.attributes - was.attributes - CORE_ATTRIBUTES)
+                     if not a.startswith(CORE_PREFIXES)]
     problems += [f"{name} is gone" for name in (before or {}) if name not in after]
     assert not problems, "left behind on the shared model:\n  " + "\n  ".join(problems)
 

@@ -91,5 +91,6 @@ def test_a_cpu_computes_in_bfloat16_when_asked(comfy, tiny_checkpoint):
 
 def test_fp8_storage_runs(comfy, tiny_checkpoint):
     model = load_flux(tiny_checkpoint, "fp8_e4m3fn")
-    assert model.model.diffusion_model.double_blocks[0].img_attn.qkv.weight.dtype == torch.float8_e4m3fn
+    if not comfy.dynamic_vram:   # dynamic VRAM leaves the file's dtype in place and casts when a weight is asked for
+        assert model.model.diffusion_model.double_blocks[0].img_attn.qkv.weight.dtype == torch.float8_e4m3fn
     assert_bits_equal(sample(model, steps=1), sample(model, steps=1))

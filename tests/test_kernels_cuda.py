@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-
 from flux_fast_path.kernels import build, proof
+from flux_fast_path.kernels.column_copy import column_copy
 from flux_fast_path.kernels.gelu_concat import gelu_concat
 from flux_fast_path.kernels.head_concat import head_concat
 from flux_fast_path.kernels.layer_norm_modulate import layer_norm_modulate
 from flux_fast_path.kernels.qk_norm_rope import qk_norm_rope
 from flux_fast_path.kernels.residual_gate import residual_gate
 from flux_fast_path.kernels.slices import ColumnSlice
-
 from op_cases import bits_equal, eager_rope, eager_rope_pair, gate_case, norm_case, qk_case, values
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -117,6 +116,18 @@ def test_gelu_and_concat_are_bit_exact(dtype, batch, tokens, attention, mlp, gen
     wide = values(batch, tokens, 3 * attention + mlp, dtype=dtype, device="cuda", generator=generator) * 2
     check(gelu_concat, a, ColumnSlice(wide, 3 * attention, mlp))
     check(gelu_concat, a, wide[:, :, 3 * attention:])
+
+
+@pytest.mark.parametrize("batch,tokens,width,wide", [(1, 4608, 3072, 15360), (2, 33, 256, 1280), (3, 5, 8, 16)])
+def test_copying_rows_into_columns_moves_every_bit(batch, tokens, width, wide, generator):
+    rows = values(batch, tokens, width, dtype=torch.float16, device="cuda", generator=generator)
+    buffer = values(batch, tokens, wide, dtype=torch.float16, device="cuda", generator=generator)
+    rest = buffer[..., width:].clone()
+    for _ in range(2):
+        assert column_copy(buffer[..., :width], rows).data_ptr() == buffer.data_ptr()
+        bits_equal(buffer[..., :width], rows)
+        bits_equal(buffer[..., width:], rest)
+    assert any(p.launches for p in column_copy.plans.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

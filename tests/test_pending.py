@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from flux_fast_path.fusion import pending, table  # noqa: F401  (the table registers itself)
 from flux_fast_path.fusion.pending import Chunk, Columns, Gated, Gelu, Head, JoinedHeads, Norm, NormedHead, OnePlus, real
 from flux_fast_path.fusion.sites import Shared
-
 from op_cases import bits_equal, values
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,9 +5,8 @@ from flux_fast_path.fusion import table
 from flux_fast_path.fusion.pending import TABLE, Head, JoinedHeads, NormedHead
 from flux_fast_path.fusion.sites import Shared
 from flux_fast_path.kernels.proof import FusedOp
-from torch.overrides import handle_torch_function, has_torch_function
-
 from op_cases import bits_equal, eager_rope, eager_rope_pair, values
+from torch.overrides import handle_torch_function, has_torch_function
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS, DIM = 2, 2, 64
