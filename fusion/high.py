@@ -14,17 +14,23 @@ from ..kernels.column_copy import column_copy
 from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
 from ..kernels.nvrtc import KernelError
 from .pending import Columns, Pending, real
-from .weights import give_back, is_plain_linear, take
+from .recognise import is_known_leaf
+from .weights import give_back, take
+
+
+def is_touched(module) -> bool:
+    """Whether another pack has given the module a forward of its own, or hooks."""
+    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
     """Why this up-projection keeps its own GELU, or None."""
-    if type(activation) is not torch.nn.GELU or activation.approximate != "tanh":
+    if not is_known_leaf("GELU", activation) or activation.approximate != "tanh":
         return f"the activation is {type(activation).__name__}"
-    if not is_plain_linear(linear):
+    if not is_known_leaf("Linear", linear):
         return f"a Linear is a {type(linear).__qualname__} (quantised or of another pack)"
     for module in (linear, activation):
-        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+        if is_touched(module):
             return f"a {type(module).__name__} is patched by another pack"
     if linear.bias is None:
         return "a Linear has no bias"
@@ -53,15 +59,15 @@ class HighPlan:
 
     def __init__(self, doubles, singles):
         self.sites = {"double": [], "single": []}
-        self.leaves = []  # (kind, module, forward), as in sites.Plan
+        self.leaves = {}  # block -> [(kind, module, forward)]
         for block in doubles:
+            mine = self.leaves[block] = []
             for mlp in (block.img_mlp, block.txt_mlp):
-                if len(mlp) > 1:
-                    self.sites["double"].append((mlp[0], mlp[1]))
-                    self.leaves += [("high_double", mlp[0], up_forward(mlp[0])), ("high_double", mlp[1], gelu_of_up_forward(mlp[1]))]
+                self.sites["double"].append((mlp[0], mlp[1]))
+                mine += [("high_double", mlp[0], up_forward(mlp[0])), ("high_double", mlp[1], gelu_of_up_forward(mlp[1]))]
         for block in singles:
             self.sites["single"].append((block.linear1, block.mlp_act))
-            self.leaves.append(("high_single", block.linear1, linear1_forward(block.linear1, block.hidden_size)))
+            self.leaves[block] = [("high_single", block.linear1, linear1_forward(block.linear1, block.hidden_size))]
 
     def choose(self, device, dtype) -> tuple[frozenset, dict]:
         """(kinds to mount, the report's "high" entry): a class mounts when every one of its sites can."""

@@ -166,7 +166,8 @@ class Columns(Pending):
 
     @property
     def shape(self):
-        return torch.Size((*self.slice.base.shape[:-1], self.slice.width))
+        shape = self.slice.base.shape
+        return shape if shape[-1] == self.slice.width else torch.Size((*shape[:-1], self.slice.width))
 
     def _eager(self):
         base = self.slice.base
@@ -230,10 +231,10 @@ class Head(Pending):
 class NormedHead(Pending):
     """A head after its RMSNorm module. Knows the v it will meet in attention, and its twin (head, module): q's is k's, k's is q's."""
 
-    __slots__ = ("head", "module", "v", "shared", "twin")
+    __slots__ = ("head", "module", "v", "shared", "twin", "eps")
 
     def __init__(self, head, module, v, shared, twin):
-        self._real, self.head, self.module, self.v, self.shared, self.twin = None, head, module, v, shared, twin
+        self._real, self.head, self.module, self.v, self.shared, self.twin, self.eps = None, head, module, v, shared, twin, module.eps
 
     @property
     def parts(self):

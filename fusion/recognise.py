@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import sys
 import tokenize
 
 import torch
@@ -67,6 +68,30 @@ def block_digest(double: type, single: type) -> str | None:
 def loop_digest(model: type) -> str | None:
     """Digest of the code that calls the blocks: `forward_orig` in core, `forward` in the reference model."""
     return digest(getattr(model, "forward_orig", model.forward))
+
+
+# Classes whose forward a leaf may stand in for: (module, qualified name), by what they compute. GGUF's LayerNorm differs from core's in how
+# it finds weights, and FLUX's LayerNorms have none.
+LEAF_CLASSES = {
+    "LayerNorm": {("comfy.ops", "disable_weight_init.LayerNorm"), ("comfy.ops", "manual_cast.LayerNorm"), ("torch.nn.modules.normalization", "LayerNorm")},
+    "RMSNorm": {("comfy.ops", "disable_weight_init.RMSNorm"), ("comfy.ops", "manual_cast.RMSNorm"), ("torch.nn.modules.normalization", "RMSNorm")},
+    "Linear": {("comfy.ops", "disable_weight_init.Linear"), ("comfy.ops", "manual_cast.Linear"), ("torch.nn.modules.linear", "Linear")},
+    "GELU": {("torch.nn.modules.activation", "GELU")},
+}
+
+
+def is_own_forward(cls: type) -> bool:
+    """Whether the forward that `cls` would run is the one its defining class was written with, not one patched in at run time."""
+    owner = next(c for c in cls.__mro__ if "forward" in c.__dict__)
+    code = getattr(owner.__dict__["forward"], "__code__", None)
+    return code is not None and code.co_name == "forward" and code.co_filename == getattr(sys.modules.get(owner.__module__), "__file__", None)
+
+
+def is_known_leaf(kind: str, module) -> bool:
+    """Whether `module` is of a class that computes what the leaf of this kind defers."""
+    cls = type(module)
+    known = (cls.__module__, cls.__qualname__) in LEAF_CLASSES[kind] or (kind == "LayerNorm" and cls.__qualname__ == "GGMLOps.LayerNorm")
+    return known and is_own_forward(cls)
 
 
 DOUBLE_CHILDREN = ("img_mod", "txt_mod", "img_norm1", "img_norm2", "txt_norm1", "txt_norm2", "img_attn", "txt_attn", "img_mlp", "txt_mlp")

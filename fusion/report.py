@@ -38,7 +38,7 @@ import torch
 from ..kernels.proof import REGISTRY
 
 SCHEMA = 1
-OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "linear", "linear_gelu", "column_copy")
+OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "linear_gelu", "column_copy")
 _numbers = itertools.count(1)
 
 

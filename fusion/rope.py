@@ -44,10 +44,10 @@ def _stream(part, partner, borrowed) -> Stream:
 
 
 def _rotate(function, qs, ks, pe):
-    modules = [module for p in qs for module in (p.module, p.twin[1])]
-    eps = modules[0].eps
-    if any(m.eps != eps or m.weight is None or len(m.normalized_shape) != 1 for m in modules):
-        return NotImplemented
+    eps = qs[0].eps
+    for part in (*qs, *(ks or ())):
+        if part.eps != eps or part.module.normalized_shape != (part.head.dim,) or part.module._parameters.get("weight") is None:
+            return NotImplemented
     shared, borrowed = qs[0].shared, []
     try:
         streams = tuple([_stream(q, k, borrowed) for q, k in zip(qs, ks or [None] * len(qs))])

@@ -13,51 +13,55 @@ import weakref
 from contextlib import contextmanager
 
 import torch
+import torch.nn.modules.module as _torch_modules
 
 from ..kernels import build
 from . import recognise
+from .high import is_touched
 from .report import Run
-from .sites import Plan, hooked
+from .sites import Plan
 from .table import register_comfy_kitchen
 
 log = logging.getLogger("flux_fast_path")
 
 KEY = "flux_fast_path"  # of our wrappers and of our plain-data options
-KINDS = frozenset(("modulation", "norm", "qk", "projection", "gelu", "gemm"))  # lossless: bit-identical, every one of them
+KINDS = frozenset(("modulation", "norm", "projection", "single_projection", "qk", "gelu"))  # lossless: bit-identical, every one of them
 OUTER_SAMPLE, APPLY_MODEL = "outer_sample", "apply_model"  # comfy.patcher_extension.WrappersMP
 
-_plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion model -> (its blocks' ids, Plan)
+_plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion model -> (what the plan was made from, Plan)
 _plans_lock = threading.Lock()
 
 
 def plan_for(diffusion_model) -> Plan:
-    """The model's leaves, found once and again when its blocks are other objects."""
-    blocks = tuple(map(id, (*diffusion_model.double_blocks, *diffusion_model.single_blocks)))
+    """The model's leaves, found once, and again when its blocks are other objects or a class has another forward than it had."""
+    blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
     with _plans_lock:
         found = _plans.get(diffusion_model)
-        if found is None or found[0] != blocks:
-            found = _plans[diffusion_model] = blocks, Plan(diffusion_model)
+        classes = found[1].classes if found else ()
+        made_from = tuple(map(id, blocks)), tuple(cls.forward for cls in classes)
+        if found is None or found[0] != made_from:
+            plan = Plan(diffusion_model)
+            plan.classes = tuple({type(m) for b in blocks for m in b.modules()})
+            found = _plans[diffusion_model] = (made_from[0], tuple(cls.forward for cls in plan.classes)), plan
     return found[1]
 
 
 @contextmanager
 def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool = False, note=lambda text: None):
-    """Swap the forwards of the plan's leaves for the duration of the block.
+    """Give the plan's blocks the forwards that mount their leaves, for the duration of the `with`.
 
-    Only the instance attribute `forward` is used, and only where there is none: a leaf that another pack has patched, or that has hooks,
-    stays as it is. Removal is in `finally`, since ComfyUI's interrupt is not an `Exception`.
+    Only the instance attribute `forward` is used, and only where there is none: a block that another pack has patched stays as it is.
+    Removal is in `finally`, since ComfyUI's interrupt is not an `Exception`.
     """
-    plan.shared.begin(token_major, share_silu)
+    before = plan.shared.begin(kinds, token_major, share_silu, note)
     owned = []
     try:
-        for kind, module, forward in plan.leaves:
-            if kind not in kinds:
-                continue
-            attributes = module.__dict__
+        for text in plan.notes:
+            note(text)
+        for block, forward in plan.units:
+            attributes = block.__dict__
             if "forward" in attributes:
-                note(f"a {type(module).__name__} has a forward of another pack and stays as it is")
-            elif hooked(module):
-                note(f"a {type(module).__name__} has hooks and stays as it is")
+                note(f"a {type(block).__name__} has a forward of another pack and stays as it is")
             else:
                 owned.append((attributes, forward))
                 attributes["forward"] = forward
@@ -66,7 +70,7 @@ def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool
         for attributes, forward in owned:
             if attributes.get("forward") is forward:
                 del attributes["forward"]
-        plan.shared.end()
+        plan.shared.begin(*before)
 
 
 def why_not_call(base_model, x, transformer_options: dict) -> str | None:
@@ -76,6 +80,8 @@ def why_not_call(base_model, x, transformer_options: dict) -> str | None:
     reason = recognise.why_not_model(getattr(base_model, "diffusion_model", None))
     if reason:
         return reason
+    if _torch_modules._global_forward_hooks or _torch_modules._global_forward_pre_hooks:
+        return "another pack watches every module through torch's global hooks"
     if torch.is_grad_enabled():
         return "gradients are being recorded (training)"
     return why_not_device(x.device, compute_dtype(base_model))
@@ -123,7 +129,7 @@ class Application:
             self.tell(run)
             log.info("%s", run.to_dict()["text"])
 
-    def apply_model(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, *args, **kwargs):
+    def apply_model(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, *args, **kwargs):  # noqa: B006 core's own default
         """Core's APPLY_MODEL wrapper."""
         if self.run is None:
             self.run = Run(self.token)  # somebody calls the model without the sampler
@@ -164,7 +170,7 @@ def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozense
     run.sites["linear_gelu"] = run.high["sites"]
     if "high_single" in chosen:
         # Its own forward replaces the lossless one of linear1, and needs the GELU's leaf to pass the activated columns on.
-        kinds = (kinds - {"projection"}) | {"gelu"}
+        kinds = (kinds - {"single_projection"}) | {"gelu"}
         run.sites["gelu_concat"], run.sites["column_copy"] = 0, plan.blocks["single"]
     return kinds | chosen
 
@@ -174,13 +180,13 @@ def choices(diffusion_model, transformer_options: dict, conditions: dict, run: R
     patches, replaced = transformer_options.get("patches") or {}, transformer_options.get("patches_replace") or {}
     kinds = KINDS
     if "attn1_patch" in patches or "post_input" in patches:
-        kinds = kinds - {"qk", "projection"}
+        kinds = kinds - {"qk", "projection", "single_projection"}
         run.note("q and k run as core runs them: a patch of another node reads or replaces them")
     simple = not replaced.get("dit") and not patches
     own_attention = "optimized_attention_override" in transformer_options or conditions.get("attention_mask") is not None
     known_loop = "forward_orig" not in diffusion_model.__dict__ and recognise.loop_digest(type(diffusion_model)) in recognise.KNOWN_LOOPS
     blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
-    return kinds, simple and not own_attention, simple and known_loop and not any(map(hooked, blocks))
+    return kinds, simple and not own_attention, simple and known_loop and not any(map(is_touched, blocks))
 
 
 def why_not_apply(model) -> str | None:

@@ -1,6 +1,7 @@
-"""Leaf modules of FLUX's blocks whose result can be deferred, and the forward each gets for the time of one model call.
+"""Leaf modules of FLUX's blocks whose result can be deferred, and the forward each gets while its own block runs.
 
-A leaf that another pack has already given an instance `forward`, or that has hooks, is left alone, with a note.
+A leaf is mounted only from the entry of its block's forward, whose code is known, to its exit: whoever calls the leaf from elsewhere gets what
+core gives. A block or leaf that another pack has touched (instance forward, hooks, another class) is left alone, with a note.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from .high import HighPlan, MlpColumns
+from .high import HighPlan, MlpColumns, is_touched
 from .pending import Chunk, Columns, Gelu, Head, Norm, NormedHead, real
+from .recognise import is_known_leaf, is_own_forward
 from .rope import AttentionLayouts
-from .weights import run_linear
 
 
 class Shared:
@@ -21,15 +22,16 @@ class Shared:
 
     def __init__(self, attention):
         self.layouts = AttentionLayouts(attention)
-        self.begin(False, False)
+        self.begin()
 
-    def begin(self, token_major: bool, share_silu: bool) -> None:
-        self.token_major = token_major  # whether this call may ask attention for the other memory order
-        self.share_silu = share_silu  # whether every Modulation of this call sees the same, unwritten vec
+    def begin(self, kinds=frozenset(), token_major: bool = False, share_silu: bool = False, note=lambda text: None) -> tuple:
+        """Set what the leaves of a call may do; returns what was set before, for `begin(*before)` after it."""
+        before = getattr(self, "_set", ())
+        self._set = self.kinds, self.token_major, self.share_silu, self.note = kinds, token_major, share_silu, note
+        # token_major: whether attention may be asked for the other memory order
+        # share_silu: whether every Modulation of this call sees the same, unwritten vec
         self._silu = (None, None)
-
-    def end(self) -> None:
-        self._silu = (None, None)
+        return before
 
     def silu(self, vec: torch.Tensor) -> torch.Tensor:
         """`silu(vec)` with the token axis core gives it; computed once a call where that is safe."""
@@ -42,37 +44,57 @@ class Shared:
 
 
 class Plan:
-    """The leaves of one diffusion model. Holds its submodules, never the model itself."""
+    """The blocks of one diffusion model with their leaves. Holds its submodules, never the model itself."""
 
     def __init__(self, diffusion_model):
         doubles, singles = diffusion_model.double_blocks, diffusion_model.single_blocks
         self.blocks = {"double": len(doubles), "single": len(singles)}
         self.shared = Shared(_attention_of(doubles[0]))
-        self.leaves = []  # (kind, module, forward)
-        for block in doubles:
-            for stream in ("img", "txt"):
-                self._add("modulation", getattr(block, f"{stream}_mod"), modulation_forward)
-                self._add("norm", getattr(block, f"{stream}_norm1"), norm_forward)
-                self._add("norm", getattr(block, f"{stream}_norm2"), norm_forward)
-                attention = getattr(block, f"{stream}_attn")
-                self._add("qk", attention.qkv, joined_projection_forward)
-                self._add("qk", attention.norm, qk_norm_forward)
-        for block in singles:
-            self._add("modulation", block.modulation, modulation_forward)
-            self._add("norm", block.pre_norm, norm_forward)
-            self._add("projection", block.linear1, projection_forward)
-            self._add("qk", block.norm, qk_norm_forward)
-            self._add("gemm", block.linear2, linear_forward)
-            if type(block.mlp_act) is torch.nn.GELU and block.mlp_act.approximate == "tanh":
-                self._add("gelu", block.mlp_act, gelu_forward)
-        final = getattr(getattr(diffusion_model, "final_layer", None), "norm_final", None)
-        if final is not None:
-            self._add("norm", final, norm_forward)
         self.high = HighPlan(doubles, singles)
-        self.leaves += self.high.leaves
+        self.notes = []
+        names = type(doubles[0]).forward.__globals__
+        self._classes = {"modulation": names["Modulation"], "qk": names["QKNorm"]}
+        self.units = []  # (block, its leaves, the forward that mounts them)
+        for block in doubles:
+            leaves = []
+            for stream in ("img", "txt"):
+                self._add(leaves, "modulation", getattr(block, f"{stream}_mod"), modulation_forward)
+                self._add(leaves, "norm", getattr(block, f"{stream}_norm1"), norm_forward)
+                self._add(leaves, "norm", getattr(block, f"{stream}_norm2"), norm_forward)
+                attention = getattr(block, f"{stream}_attn")
+                self._add(leaves, "projection", attention.qkv, joined_projection_forward)
+                self._add(leaves, "qk", attention.norm, qk_norm_forward)
+            self._unit(block, leaves + self.high.leaves[block])
+        for block in singles:
+            leaves = []
+            self._add(leaves, "modulation", block.modulation, modulation_forward)
+            self._add(leaves, "norm", block.pre_norm, norm_forward)
+            self._add(leaves, "single_projection", block.linear1, projection_forward)
+            self._add(leaves, "qk", block.norm, qk_norm_forward)
+            self._add(leaves, "gelu", block.mlp_act, gelu_forward)
+            self._unit(block, leaves + self.high.leaves[block])
+        final, leaves = getattr(diffusion_model, "final_layer", None), []
+        if getattr(final, "norm_final", None) is not None:
+            self._add(leaves, "norm", final.norm_final, norm_forward)
+            self._unit(final, leaves)
 
-    def _add(self, kind, module, make):
-        self.leaves.append((kind, module, make(module, self.shared)))
+    def _unit(self, block, leaves):
+        self.units.append((block, block_forward(block, leaves, self.shared)))
+
+    def _add(self, leaves, kind, module, make):
+        if kind in self._classes:
+            known = type(module) is self._classes[kind] and is_own_forward(type(module))
+        elif kind == "norm":
+            known = is_known_leaf("LayerNorm", module)
+        elif kind == "gelu":
+            known = is_known_leaf("GELU", module) and module.approximate == "tanh"
+        else:
+            known = True  # a projection's own forward runs, whatever it is
+        if known:
+            leaves.append((kind, module, make(module, self.shared)))
+        else:
+            note = f"a {type(module).__qualname__} of another pack stays as it is"
+            self.notes += [note] if note not in self.notes else []
 
     @property
     def sites(self) -> dict[str, int]:
@@ -84,9 +106,31 @@ class Plan:
             "qk_norm_rope": double + single,
             "head_concat": double,
             "gelu_concat": single,
-            "linear": 2 * double + 2 * single,
             "linear_gelu": 0,
         }
+
+
+def block_forward(block, leaves, shared):
+    """A forward for `block` that mounts its leaves, runs the block's own forward, and restores."""
+
+    def forward(*args, **kwargs):
+        owned, kinds = [], shared.kinds
+        try:
+            for kind, module, leaf in leaves:
+                if kind in kinds:
+                    if is_touched(module):
+                        shared.note(f"a {type(module).__name__} has a forward or hooks of another pack and stays as it is")
+                    else:
+                        attributes = module.__dict__
+                        owned.append((attributes, leaf))
+                        attributes["forward"] = leaf
+            return type(block).forward(block, *args, **kwargs)
+        finally:
+            for attributes, leaf in owned:
+                if attributes.get("forward") is leaf:
+                    del attributes["forward"]
+
+    return forward
 
 
 def _attention_of(block):
@@ -95,13 +139,9 @@ def _attention_of(block):
     return lambda q, k, v, pe: sys.modules[module].attention(q, k, v, pe=pe)
 
 
-def hooked(module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def deferrable_rms_norm(module) -> bool:
-    """torch's RMSNorm (core's derives from it), untouched by hooks or another pack. Older cores had a class of their own."""
-    return isinstance(module, torch.nn.RMSNorm) and "forward" not in module.__dict__ and not hooked(module)
+    """torch's RMSNorm (core's derives from it), untouched by another pack. Older cores had a class of their own."""
+    return is_known_leaf("RMSNorm", module) and not is_touched(module)
 
 
 # --- forwards. Each falls back on the class's own forward for anything it does not expect. ---
@@ -131,21 +171,10 @@ def norm_forward(module, shared):
 
 def _projection_forward(module, joined_v):
     def forward(x, *args, **kwargs):
-        x = real(x)
-        out = type(module).forward(module, x, *args, **kwargs) if args or kwargs or type(x) is not torch.Tensor else run_linear(module, x)
+        out = type(module).forward(module, real(x), *args, **kwargs)
         if type(out) is not torch.Tensor or out.ndim != 3:
             return out
         return Columns(out, 0, out.shape[-1], joined_v)
-
-    return forward
-
-
-def linear_forward(module, shared):
-    def forward(x, *args, **kwargs):
-        x = real(x)
-        if args or kwargs or type(x) is not torch.Tensor:
-            return type(module).forward(module, x, *args, **kwargs)
-        return run_linear(module, x)
 
     return forward
 

@@ -6,24 +6,17 @@ import sys
 
 import torch
 
-from ..kernels.linear import linear
 
-# Linears whose forward is `F.linear` with the weights that `take` gives.
-PLAIN_LINEARS = {("comfy.ops", "disable_weight_init.Linear"), ("comfy.ops", "manual_cast.Linear"), ("torch.nn.modules.linear", "Linear")}
-
-
-def is_plain_linear(module) -> bool:
-    kind = type(module)
-    return (kind.__module__, kind.__qualname__) in PLAIN_LINEARS
-
-
-def _has_functions(module) -> bool:
-    return bool(getattr(module, "comfy_cast_weights", False) or getattr(module, "weight_function", None) or getattr(module, "bias_function", None))
+def _is_plain(module) -> bool:
+    """Whether the module's own forward would use its weights as they lie: not cast, not patched at run time."""
+    if not hasattr(type(module), "comfy_cast_weights"):
+        return True  # torch's own class
+    return not (module.comfy_cast_weights or module.weight_function or module.bias_function)
 
 
 def plain_layer_norm(module, x: torch.Tensor) -> bool:
     """Whether `module(x)` is LayerNorm over the last dimension without weights: what `layer_norm_modulate` computes."""
-    return module.weight is None and module.bias is None and len(module.normalized_shape) == 1 and module.normalized_shape[0] == x.shape[-1]
+    return not module.elementwise_affine and module.normalized_shape == x.shape[-1:]
 
 
 def take(module, like: torch.Tensor, borrowed: list) -> tuple:
@@ -31,28 +24,15 @@ def take(module, like: torch.Tensor, borrowed: list) -> tuple:
 
     Resident, unpatched weights are read as core's own forward reads them; all others go through core's cast/uncast pair.
     """
-    if not _has_functions(module):
-        return module.weight, module.bias if "bias" in module._parameters else None
+    if _is_plain(module):
+        parameters = module._parameters  # nn.Module's attribute access is the slow way to them
+        return parameters["weight"], parameters.get("bias")
     ops = sys.modules["comfy.ops"]  # a module with cast weights comes from there
     if not hasattr(ops, "uncast_bias_weight"):  # 0.3.64 has no async offload, and nothing to give back
         return ops.cast_bias_weight(module, like)
     weight, bias, stream = ops.cast_bias_weight(module, like, offloadable=True)
     borrowed.append((ops, module, weight, bias, stream))
     return weight, bias
-
-
-def run_linear(module, x: torch.Tensor) -> torch.Tensor:
-    """`module(x)` for a Linear, by the fastest product that gives the same bits."""
-    if not is_plain_linear(module) or x.ndim != 3 or module.bias is None:
-        return type(module).forward(module, x)
-    ops, borrowed = sys.modules.get("comfy.ops"), []
-    if ops is not None and hasattr(ops, "run_every_op"):
-        ops.run_every_op()  # where core's own forward looks for an interrupt
-    try:
-        weight, bias = take(module, x, borrowed)
-        return linear(x, weight, bias, None)
-    finally:
-        give_back(borrowed)
 
 
 def give_back(borrowed: list) -> None:

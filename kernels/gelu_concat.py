@@ -59,8 +59,8 @@ class GeluConcat(FusedOp):
     def proof_key(self, attention, mlp):
         return attention.shape[2], as_tensor(mlp).shape[2]
 
-    def proof_cases(self, device, dtype):
-        every = torch.arange(65536, device=device, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 64, 1024)
+    def proof_cases(self, like, *args):
+        every = torch.arange(65536, device=like.device, dtype=torch.int32).to(torch.int16).view(like.dtype).view(1, 64, 1024)
         yield every[:, :, :8], every
 
     def prepare(self, variant, attention, mlp):

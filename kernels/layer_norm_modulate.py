@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from . import build
 from .nvrtc import Launch
-from .proof import FusedOp
+from .proof import PROOF_ELEMENTS, FusedOp, random_like, special_like
 from .slices import ColumnSlice, as_tensor, layout, pointer, row_strides, why_not_plain, why_not_rows
 
 THREADS = 128  # PyTorch's: the order of the reduction depends on it
@@ -36,6 +36,7 @@ def layer_norm_modulate_reference(x, scale, shift, eps, plus_one):
 
 class LayerNormModulate(FusedOp):
     name, label = "layer_norm_modulate", "modulated LayerNorms"
+    variants = (0, 1)  # which product the compiler fused where threads hold unequal counts: `order` in cu/layer_norm_modulate.cu
 
     reference = staticmethod(layer_norm_modulate_reference)
 
@@ -62,6 +63,11 @@ class LayerNormModulate(FusedOp):
         kinds = [f"{name} per {'row' if r else 'batch' if b else 'model'}" for name, v in (("scale", scale), ("shift", shift)) for b, r in [row_strides(v, *x.shape[:2])]]
         return x.shape[2], eps, "1 + scale" if plus_one else "scale", *kinds
 
+    def proof_cases(self, like, x, scale, shift, eps, plus_one):
+        rows = max(64, PROOF_ELEMENTS // x.shape[2])
+        yield random_like(like, 1, rows, x.shape[2]), random_like(like, 1, 1, x.shape[2]), random_like(like, 1, 1, x.shape[2]), eps, plus_one
+        yield special_like(like, 1, 64, x.shape[2]), random_like(like, 1, 1, x.shape[2]), random_like(like, 1, 1, x.shape[2]), eps, plus_one
+
     def prepare(self, variant, x, scale, shift, eps, plus_one):
         batch, rows, width = x.shape
         vectors = width // 4
@@ -69,7 +75,7 @@ class LayerNormModulate(FusedOp):
         strides = Strides(*row_strides(x, batch, rows), *row_strides(scale, batch, rows), *row_strides(shift, batch, rows))
         launch = Launch(
             build.module(x.device.index, x.dtype), f"layer_norm_modulate_{kept}", (batch * rows, 1, 1), THREADS, 4,
-            (strides, ctypes.c_int64(rows), ctypes.c_int(vectors), ctypes.c_float(eps), ctypes.c_int(plus_one)),
+            (strides, ctypes.c_int64(rows), ctypes.c_int(vectors), ctypes.c_float(eps), ctypes.c_int(plus_one), ctypes.c_int(variant)),
         )
 
         def run(x, scale, shift, eps, plus_one):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from . import build
 from .nvrtc import Launch
-from .proof import FusedOp
+from .proof import PROOF_ELEMENTS, FusedOp, random_like
 from .slices import why_not_plain
 
 FLOAT32_EPSILON = 1.1920928955078125e-07
@@ -115,6 +115,18 @@ class QkNormRope(FusedOp):
             f"{len(streams)} stream(s)", "q only" if first.k_start is None else "q and k", f"head {first.head_dim}", eps, str(rope),
             "token-major" if token_major else "head-major", "pe per sample" if pe.shape[0] > 1 else "one pe",
         )
+
+    def proof_cases(self, like, streams, pe, eps, rope, token_major):
+        # The same heads and weights over many random rows: a few live tokens would not show a rare difference.
+        first, batch = streams[0], 1
+        tokens = max(64, PROOF_ELEMENTS // (3 * first.heads * first.head_dim))
+        made = []
+        for s in streams:
+            base = random_like(like, batch, tokens, 3 * s.heads * s.head_dim)
+            made.append(Stream(base, 0, None if s.k_start is None else s.heads * s.head_dim, s.heads, s.head_dim, s.q_weight, s.k_weight))
+        angle = random_like(pe, 1, 1, tokens * len(streams), first.head_dim // 2)
+        turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], dim=-1).unflatten(-1, (2, 2)).contiguous()
+        yield tuple(made), turn, eps, rope, token_major
 
     def prepare(self, variant, streams, pe, eps, rope, token_major):
         text, image = (streams[0], streams[-1])

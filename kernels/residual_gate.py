@@ -16,7 +16,7 @@ import torch
 
 from . import build
 from .nvrtc import Launch
-from .proof import FusedOp
+from .proof import PROOF_ELEMENTS, FusedOp, random_like, special_like
 from .slices import as_tensor, ceil_div, layout, pointer, row_strides, why_not_plain, why_not_rows
 
 ROWS = 8  # rows a thread walks, as GATE_ROWS in cu/residual_gate.cu
@@ -68,6 +68,13 @@ class ResidualGate(FusedOp):
         g_batch, g_row = row_strides(gate, *x.shape[:2])
         path = "16-byte vectors" if self._vectorised(x, y, gate) else "single elements"
         return path, f"gate per {'row' if g_row else 'batch' if g_batch else 'model'}"
+
+    def proof_cases(self, like, x, y, gate, inplace):
+        if not self._vectorised(x, y, gate) or row_strides(gate, *x.shape[:2])[1]:
+            return  # the live operands alone, whose path a made-up shape might not take
+        width = x.shape[2]
+        yield random_like(like, 1, max(64, PROOF_ELEMENTS // width), width), random_like(like, 1, max(64, PROOF_ELEMENTS // width), width).flip(1), random_like(like, 1, 1, width), inplace
+        yield special_like(like, 1, 64, width), special_like(like, 1, 64, width).flip(1), special_like(like, 1, 1, width), inplace
 
     def shadow(self, x, y, gate, inplace):
         return (x.clone() if inplace else x), y, gate, inplace

@@ -209,7 +209,7 @@ def sample(model, seed=0, steps=4, width=64, height=64, text_tokens=16, batch=1,
 # Set by core itself on a module when it loads, offloads or patches weights; none of them is ours.
 CORE_ATTRIBUTES = {"comfy_cast_weights", "prev_comfy_cast_weights", "comfy_patched_weights", "weight_function", "bias_function", "weight_lowvram_function",
                    "bias_lowvram_function", "comfy_force_cast_weights", "training", "seed_key"}
-CORE_PREFIXES = ("_v", "_pin", "_prefetch", "dynamic_")   # dynamic VRAM's own
+CORE_PREFIXES = ("_v", "_pin", "pin_", "_prefetch", "dynamic_")   # dynamic VRAM's own
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flux_fast_path.fusion import pending, table  # noqa: F401  (the table registers itself)
+from flux_fast_path.fusion.high import MlpColumns, SplitProjection, UpProjection
 from flux_fast_path.fusion.pending import Chunk, Columns, Gated, Gelu, Head, JoinedHeads, Norm, NormedHead, OnePlus, real
 from flux_fast_path.fusion.sites import Shared
 from op_cases import bits_equal, values
@@ -18,12 +19,16 @@ BATCH, TOKENS, HEADS, DIM = 2, 6, 2, 64
 WIDTH = HEADS * DIM
 NORM, GELU, RMS = torch.nn.LayerNorm(WIDTH, eps=1e-6, elementwise_affine=False), torch.nn.GELU(approximate="tanh"), torch.nn.RMSNorm(DIM)
 RMS = RMS.to(DEVICE, torch.bfloat16).requires_grad_(False)
+LINEAR = torch.nn.Linear(WIDTH, 3 * WIDTH + 32, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
 
 
 @pytest.fixture(autouse=True)
 def inference():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         yield
+    torch.set_num_threads(threads)
 
 
 def noise(*shape, seed=0, dtype=torch.bfloat16):
@@ -48,6 +53,11 @@ def normed(base, start=0):
     return NormedHead(head, RMS, Head(base, 2 * WIDTH, HEADS, DIM), Shared(None), (Head(base, WIDTH, HEADS, DIM), RMS))
 
 
+def split_projection():
+    """Tier "high": a projection whose q, k, v and activated MLP part are computed apart. Anything but core's own use of it is the Linear."""
+    return SplitProjection(noise(BATCH, TOKENS, WIDTH), LINEAR, noise(BATCH, TOKENS, 3 * WIDTH, seed=7), noise(BATCH, TOKENS, WIDTH + 32, seed=8), WIDTH)
+
+
 # name -> (pending value, the tensor core has there); made anew for each test, since some tests write
 SUBJECTS = {
     "chunk": lambda: (Chunk(wide(), WIDTH, WIDTH), wide().chunk(6, -1)[1]),
@@ -65,6 +75,10 @@ SUBJECTS = {
                              torch.cat((RMS(view_of_head(projection(2, 3), 0)), RMS(view_of_head(projection(), 0))), dim=2)),
 }
 
+SUBJECTS["up-projection"] = lambda: (UpProjection(noise(BATCH, TOKENS, WIDTH), LINEAR), LINEAR(noise(BATCH, TOKENS, WIDTH)))
+SUBJECTS["split-projection"] = lambda: (split_projection(), LINEAR(noise(BATCH, TOKENS, WIDTH)))
+SUBJECTS["mlp-columns"] = lambda: (MlpColumns(split_projection()), LINEAR(noise(BATCH, TOKENS, WIDTH))[..., 3 * WIDTH:])
+
 # Uses that are in no table: the result must be the eager one, bit for bit.
 USES = {
     "1 + t": lambda t: 1 + t, "t + 1": lambda t: t + 1, "1.0 + t": lambda t: 1.0 + t, "2 + t": lambda t: 2 + t, "True + t": lambda t: True + t,
@@ -77,7 +91,7 @@ USES = {
     "iterate": lambda t: [row for row in t][-1], "unpack": lambda t: (lambda *rows: rows[0])(*t), "float": lambda t: float(t[(0,) * t.ndim]),
     "bool": lambda t: bool(t.sum() > 0), "in": lambda t: 123.0 in t, "numpy": lambda t: t.float().cpu().numpy().sum().item(), "tolist": lambda t: t.tolist(),
     "view": lambda t: t.reshape(-1).view(-1), "permute": lambda t: t.permute(*reversed(range(t.ndim))), "transpose": lambda t: t.transpose(-1, -2),
-    "split": lambda t: torch.split(t, 1, dim=0)[0], "t.split": lambda t: t.split(1, 0)[0], "split sizes": lambda t: torch.split(t, [1, 1], 0)[1],
+    "split": lambda t: torch.split(t, 1, dim=0)[0], "split sizes": lambda t: torch.split(t, [1, 1], 0)[1],
     "torch.chunk": lambda t: torch.chunk(t, 2, dim=-1)[0], "unbind": lambda t: t.unbind(0)[1], "stack": lambda t: torch.stack([t, t]),
     "cat dim 0": lambda t: torch.cat((t, t), 0), "cat last": lambda t: torch.cat((t, t), -1), "cat three": lambda t: torch.cat((t, t, t), 2),
     "cat one": lambda t: torch.cat([t], dim=1), "cat mixed": lambda t: torch.cat((t, torch.zeros_like(t)), 2), "cat mixed, other side": lambda t: torch.cat((torch.zeros_like(t), t), 2),
@@ -102,6 +116,7 @@ GAPS = {
     "reversed": (reversed, "no __reversed__: an iterator instead of a flipped tensor"), "setattr": (lambda t: setattr(t, "tag", 1), "slots: AttributeError"),
     "**=": (lambda t: (operator.ipow(t, 2), t + 0)[1], "no __ipow__: the result is right, but another name for t does not see it"),
     "t.chunk": (lambda t: t.chunk(2, -1)[1], "the field OnePlus.chunk hides the method: TypeError"), "t.dim": (lambda t: t.dim(), "the fields Head.dim and Heads.dim hide the method"),
+    "t.split": (lambda t: t.split(1, 0)[0], "SplitProjection.split hides the method and has other arguments: TypeError"),
     "copy": (lambda t: copy.copy(t) + 0, "RecursionError: __getattr__ runs on an object whose slots are unset"),
     "pickle": (lambda t: pickle.loads(pickle.dumps(t)) + 0, "RecursionError in pickle.loads, for the same reason"),
 }
