@@ -84,6 +84,8 @@ class Plan:
     def _add(self, leaves, kind, module, make):
         if kind in self._classes:
             known = type(module) is self._classes[kind] and is_own_forward(type(module))
+            if kind == "qk":  # older cores had an RMSNorm of their own
+                known = known and is_known_leaf("RMSNorm", module.query_norm) and is_known_leaf("RMSNorm", module.key_norm)
         elif kind == "norm":
             known = is_known_leaf("LayerNorm", module)
         elif kind == "gelu":
@@ -139,11 +141,6 @@ def _attention_of(block):
     return lambda q, k, v, pe: sys.modules[module].attention(q, k, v, pe=pe)
 
 
-def deferrable_rms_norm(module) -> bool:
-    """torch's RMSNorm (core's derives from it), untouched by another pack. Older cores had a class of their own."""
-    return is_known_leaf("RMSNorm", module) and not is_touched(module)
-
-
 # --- forwards. Each falls back on the class's own forward for anything it does not expect. ---
 
 
@@ -190,8 +187,8 @@ def projection_forward(module, shared):
 def qk_norm_forward(module, shared):
     def forward(q, k, v, *args, **kwargs):
         q_norm, k_norm = module.query_norm, module.key_norm
-        known = type(q) is Head and type(k) is Head and q.fresh and k.fresh and deferrable_rms_norm(q_norm) and deferrable_rms_norm(k_norm)
-        if args or kwargs or not known:
+        known = type(q) is Head and type(k) is Head and q.fresh and k.fresh
+        if args or kwargs or not known or is_touched(q_norm) or is_touched(k_norm):
             return type(module).forward(module, real(q), real(k), real(v), *args, **kwargs)
         return NormedHead(q, q_norm, v, shared, (k, k_norm)), NormedHead(k, k_norm, v, shared, (q, q_norm))
 

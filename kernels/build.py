@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -13,9 +14,11 @@ from . import nvrtc
 
 log = logging.getLogger("flux_fast_path")
 
-FILES = ("common", "residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "column_copy")
+FILES = ("common", "residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "column_copy", "spin")
 DEFINES = {torch.bfloat16: "FFP_BF16=1", torch.float16: "FFP_FP16=1"}
 MIN_ARCH = {torch.bfloat16: 80, torch.float16: nvrtc.MIN_ARCH}  # bf16 arithmetic instructions begin with sm_80
+
+SPIN_CYCLES = 600_000  # 0.3 to 0.6 ms on today's clocks: longer than any host needs to queue one eager chain
 
 _modules: dict[tuple[int, torch.dtype], nvrtc.Module | nvrtc.KernelError] = {}
 _lock = threading.Lock()
@@ -51,6 +54,11 @@ def module(device_index: int, dtype: torch.dtype) -> nvrtc.Module:
     if isinstance(found, nvrtc.KernelError):
         raise nvrtc.KernelError(str(found))
     return found
+
+
+def spin(device_index: int, dtype: torch.dtype):
+    """A callable that keeps the device's current stream busy for some hundred µs. Raises KernelError."""
+    return nvrtc.Launch(module(device_index, dtype), "spin", (1, 1, 1), 1, 0, (ctypes.c_int64(SPIN_CYCLES),))
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

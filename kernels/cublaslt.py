@@ -84,7 +84,11 @@ class Linear:
         if len(self.algorithms) <= choice:
             raise KernelError(f"cublasLt offers {len(self.algorithms)} algorithm(s) for {m}x{n}x{k} with epilogue {epilogue}")
         self.algorithm = self.algorithms[choice]
-        self.one, self.zero, self.lock = c_float(1.0), c_float(0.0), threading.Lock()
+        self.one, self.zero, self.bias, self.lock = c_float(1.0), c_float(0.0), c_void_p(), threading.Lock()
+        # Addresses once: making a ctypes reference at each call is most of what a call costs the host.
+        self.one_address, self.zero_address, self.bias_address, self.algorithm_address = map(
+            ctypes.addressof, (self.one, self.zero, self.bias, self.algorithm)
+        )
 
     def _layout(self, kind: int, rows: int, columns: int, stride: int) -> c_void_p:
         layout = c_void_p()
@@ -111,13 +115,21 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, d: torch.Tensor) -> None:
         """Run on torch's current stream of the device."""
-        workspace = torch.empty(max(self.algorithm.workspace, 1), dtype=torch.uint8, device=x.device)
-        with self.lock, torch.cuda.device(self.device_index):  # the bias pointer is an attribute of the shared description
-            self._set(DESC_BIAS_POINTER, c_void_p(bias.data_ptr()))
+        workspace = torch.empty(max(self.algorithm.workspace, 16), dtype=torch.uint8, device=x.device)
+        if torch._C._cuda_getDevice() == self.device_index:
+            self._run(x, w, bias, d, workspace)
+        else:
+            with torch.cuda.device(self.device_index):
+                self._run(x, w, bias, d, workspace)
+
+    def _run(self, x, w, bias, d, workspace) -> None:
+        result = d.data_ptr()
+        with self.lock:  # the bias pointer is an attribute of the shared description
+            self.bias.value = bias.data_ptr()
+            self.lib.cublasLtMatmulDescSetAttribute(self.desc, DESC_BIAS_POINTER, self.bias_address, 8)
             status = self.lib.cublasLtMatmul(
-                self.handle, self.desc, byref(self.one), w.data_ptr(), self.w, x.data_ptr(), self.x, byref(self.zero), d.data_ptr(), self.d,
-                d.data_ptr(), self.d, byref(self.algorithm), workspace.data_ptr(), self.algorithm.workspace,
-                torch.cuda.current_stream(self.device_index).cuda_stream,
+                self.handle, self.desc, self.one_address, w.data_ptr(), self.w, x.data_ptr(), self.x, self.zero_address, result, self.d, result, self.d,
+                self.algorithm_address, workspace.data_ptr(), self.algorithm.workspace, torch._C._cuda_getCurrentRawStream(self.device_index),
             )
         _check(status, "the product")
 

@@ -46,6 +46,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
+def _nothing() -> None:
+    pass
+
+
 class Verdict:
     """What is known of one operation on one code path of one GPU."""
 
@@ -194,11 +198,19 @@ class FusedOp:
         self.plans[self.key(*args)] = plan
 
     def _time(self, args, *runs, repeats: int = 5) -> list[float]:
-        """µs of one call of each on the device, taken in turns: the median of a few, the first not counted."""
-        args, times = self.shadow(*args), [[] for _ in runs]
+        """µs of one call of each on the device, taken in turns: the median of a few, the first not counted.
+
+        A spinning kernel goes first, so that the host's part of a call is over before the device begins with it.
+        """
+        like, args, times = self.like(*args), self.shadow(*args), [[] for _ in runs]
+        try:
+            spin = build.spin(like.device.index, like.dtype)
+        except KernelError:  # an operation of cublasLt's does not need our kernels
+            spin = _nothing
         for _ in range(repeats + 1):
             for run, mine in zip(runs, times):
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                spin()
                 start.record()
                 run(*args)
                 end.record()
