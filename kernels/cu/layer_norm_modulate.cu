@@ -8,23 +8,24 @@ __device__ __forceinline__ Welford welford_add(float v, Welford w) {
   Welford r = {mean, w.m2 + delta * (v - mean), n};
   return r;
 }
-// Rows whose threads hold unequal counts need the compiler's choice of which product is fused into the sum; the proof finds it (`order`).
-__device__ __forceinline__ Welford welford_combine(Welford b, Welford a, int order) {
+// Only ever asked to combine equal counts, or one with nothing: the shares are then 1/2, 1 or 0, and which product of `r.mean` the compiler
+// fuses into the sum cannot show. (Other widths are refused: there torch's choice would have to be guessed.)
+__device__ __forceinline__ Welford welford_combine(Welford b, Welford a) {
   float delta = b.mean - a.mean, n = a.n + b.n;
   Welford r = {0.f, 0.f, n};
   if (n > 0.f) {
     float inverse = 1.f / n, share_a = a.n * inverse, share_b = b.n * inverse;
-    r.mean = order ? fmaf(share_b, b.mean, share_a * a.mean) : fmaf(share_a, a.mean, share_b * b.mean);
+    r.mean = share_a * a.mean + share_b * b.mean;
     r.m2 = a.m2 + b.m2 + delta * delta * a.n * share_b;
   }
   return r;
 }
-__device__ __forceinline__ Welford welford_row(Welford w, float* shared, int order) {
+__device__ __forceinline__ Welford welford_row(Welford w, float* shared) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
     Welford b = {__shfl_down_sync(~0u, w.mean, offset), __shfl_down_sync(~0u, w.m2, offset), __shfl_down_sync(~0u, w.n, offset)};
-    w = welford_combine(b, w, order);
+    w = welford_combine(b, w);
   }
 #pragma unroll
   for (int offset = 2; offset > 0; offset >>= 1) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ Welford welford_row(Welford w, float* shared, int ord
     if (lane == 0 && warp < offset) {
       float* slot = shared + 3 * warp;
       Welford b = {slot[0], slot[1], slot[2]};
-      w = welford_combine(b, w, order);
+      w = welford_combine(b, w);
     }
     __syncthreads();
   }
@@ -57,7 +58,7 @@ __device__ __forceinline__ uint2 modulated_vector(uint2 x, uint2 s, uint2 h, flo
 struct NormStrides { i64 x_batch, x_row, scale_batch, scale_row, shift_batch, shift_row; };
 template <int PER_THREAD>
 __device__ __forceinline__ void layer_norm_modulate(u16* out, const u16* x, const u16* scale, const u16* shift, NormStrides s, i64 rows, int vectors,
-                                                    float eps, int plus_one, int order) {
+                                                    float eps, int plus_one) {
   __shared__ float shared[8];
   const int t = threadIdx.x;
   i64 row = blockIdx.x, b = row / rows, token = row - b * rows;
@@ -86,7 +87,7 @@ __device__ __forceinline__ void layer_norm_modulate(u16* out, const u16* x, cons
       w = welford_add(low(v.x), w); w = welford_add(high(v.x), w); w = welford_add(low(v.y), w); w = welford_add(high(v.y), w);
     }
   }
-  w = welford_row(w, shared, order);
+  w = welford_row(w, shared);
   if (t == 0) { shared[0] = w.mean; shared[1] = w.m2 / float(vectors * 4); }
   __syncthreads();
   float mean = shared[0], rstd = rsqrtf(shared[1] + eps);
@@ -100,8 +101,8 @@ __device__ __forceinline__ void layer_norm_modulate(u16* out, const u16* x, cons
 }
 #define LAYER_NORM_MODULATE(N)                                                                                                                  \
   extern "C" __global__ void __launch_bounds__(128) layer_norm_modulate_##N(u16* out, const u16* x, const u16* scale, const u16* shift,          \
-                                                                            NormStrides s, i64 rows, int vectors, float eps, int plus_one, int order) {    \
-    layer_norm_modulate<N>(out, x, scale, shift, s, rows, vectors, eps, plus_one, order);                                                              \
+                                                                            NormStrides s, i64 rows, int vectors, float eps, int plus_one) {    \
+    layer_norm_modulate<N>(out, x, scale, shift, s, rows, vectors, eps, plus_one);                                                              \
   }
 LAYER_NORM_MODULATE(0)
 LAYER_NORM_MODULATE(1)

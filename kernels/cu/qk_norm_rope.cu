@@ -59,7 +59,7 @@ __device__ __forceinline__ void qk_norm_rope(u16* q_out, u16* k_out, const float
   }
 }
 #define QK_NORM_ROPE(ROPE, DIM)                                                                                                                 \
-  extern "C" __global__ void __launch_bounds__(256) qk_norm_rope_##ROPE##_##DIM(                                                                \
+  extern "C" __global__ void __launch_bounds__(256, 5) qk_norm_rope_##ROPE##_##DIM(                                                             \
       u16* q_out, u16* k_out, const float* pe, const u16* q0, const u16* k0, const u16* qw0, const u16* kw0, const u16* q1, const u16* k1,      \
       const u16* qw1, const u16* kw1, i64 batch0, i64 row0, i64 batch1, i64 row1, QkOut o, i64 pe_batch, int text_tokens, int heads,             \
       float eps) {                                                                                                                              \

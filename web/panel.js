@@ -1,0 +1,144 @@
+// The panel: plain DOM, text nodes only, drawn again whenever the reports change.
+
+function element(tag, className, ...children) {
+  const made = document.createElement(tag)
+  if (className) made.className = className
+  made.append(...children.filter((child) => child !== null && child !== undefined))
+  return made
+}
+
+const milliseconds = (value, digits = 1) => `${value.toFixed(digits)} ms`
+
+export function createPanel({ texts, refresh }) {
+  let container = null
+  let state = { version: null, reports: [], failed: false }
+  // Which runs are open, by key; the newest is open until someone closes it.
+  const chosen = new Map()
+
+  const keyOf = (report) => `${report.run} ${report.started}`
+
+  function draw() {
+    if (!container) return
+    const { say } = texts()
+    const button = element('button', 'ffp-refresh', say('refresh'))
+    button.type = 'button'
+    button.addEventListener('click', refresh)
+    const title = element('span', 'ffp-title', 'FLUX Fast Path')
+    const version = state.version ? element('span', 'ffp-faint', ` ${state.version}`) : null
+    const body = state.reports.length
+      ? state.reports.map(run)
+      : [element('p', 'ffp-empty', say(state.failed ? 'unavailable' : 'empty'))]
+    container.replaceChildren(element('div', 'ffp', element('header', '', title, version, button), ...body))
+  }
+
+  function run(report, index) {
+    const { say } = texts()
+    const head = summary(report)
+    const details = element('details', 'ffp-run', head, ...content(report))
+    details.open = chosen.get(keyOf(report)) ?? index === 0
+    // Not "toggle": that event also follows the line above.
+    head.addEventListener('click', () => chosen.set(keyOf(report), !details.open))
+    details.setAttribute('aria-label', `${say('run')} ${report.run}`)
+    return details
+  }
+
+  function summary(report) {
+    const { say } = texts()
+    const ended = ['running', 'interrupted', 'error'].includes(report.outcome) ? report.outcome : null
+    const name = ended ? say(ended) : say(report.fused ? 'fused' : 'aside')
+    const pill = element('span', `ffp-pill ${ended === 'error' || !report.fused ? 'ffp-off' : 'ffp-on'}`, name)
+    const saved = report.saved !== null && report.fused ? ` · −${milliseconds(report.saved, 0)}/step` : ''
+    return element('summary', '', `${say('run')} ${report.run} · ${report.tier}${saved} `, pill)
+  }
+
+  function content(report) {
+    const { say } = texts()
+    if (!report.fused) {
+      const reason = element('p', 'ffp-reason', report.reason ?? say('aside'))
+      return [reason, element('p', 'ffp-faint', say('unaffected')), facts(report), ...rest(report)]
+    }
+    const exact = say(report.high?.mounted ? 'close' : 'identical')
+    return [element('p', '', exact), facts(report), bars(report), ...rest(report)]
+  }
+
+  function rest(report) {
+    const { say, op } = texts()
+    const off = report.disabled.map((item) => `${op(item)}${item.signature ? ` (${item.signature})` : ''}: ${item.reason}`)
+    const versions = [report.core && `ComfyUI ${report.core}`, report.torch && `PyTorch ${report.torch}`, report.started.replace('T', ' ')]
+    return [
+      high(report),
+      items(say('disabled'), off),
+      items(say('notes'), report.notes),
+      element('p', 'ffp-faint', versions.filter(Boolean).join(' · '))
+    ]
+  }
+
+  function facts(report) {
+    const { say } = texts()
+    const rows = [
+      [say('model'), [report.model, report.dtype].filter(Boolean).join(', ')],
+      [say('gpu'), report.gpu],
+      [say('tier'), report.tier],
+      [say('blocks'), report.blocks || null],
+      [say('steps'), report.steps],
+      [say('perStep'), report.msPerStep === null ? null : milliseconds(report.msPerStep)],
+      [say('saved'), saved(report)]
+    ]
+    const known = rows.filter(([, value]) => value !== null && value !== '')
+    return element('dl', 'ffp-facts', ...known.flatMap(([name, value]) => [element('dt', '', name), element('dd', '', String(value))]))
+  }
+
+  function saved(report) {
+    if (report.saved !== null) return milliseconds(report.saved)
+    return report.fused ? texts().say('notTimed') : null
+  }
+
+  function bars(report) {
+    const { say, op } = texts()
+    const shown = report.ops.filter((item) => item.sites > 0)
+    if (!shown.length) return null
+    const longest = Math.max(...shown.map((item) => item.saved ?? 0), 0.001)
+    const rows = shown.map((item) => {
+      const bar = element('span', `ffp-bar ffp-${item.state === 'disabled' ? 'off' : 'on'}`)
+      bar.style.width = `${Math.max(0, ((item.saved ?? 0) / longest) * 100)}%`
+      const state = say(`state_${item.state}`)
+      const value = item.saved === null ? state : `${milliseconds(item.saved)} · ${state}`
+      return element(
+        'div',
+        'ffp-row',
+        element('span', 'ffp-name', `${op(item)} · ${item.sites} ${say('kind')}`),
+        element('span', 'ffp-track', bar),
+        element('span', 'ffp-value', value)
+      )
+    })
+    return element('div', 'ffp-bars', element('p', 'ffp-faint', say('savedBars')), ...rows)
+  }
+
+  function high(report) {
+    if (!report.high) return null
+    const { say } = texts()
+    const where = report.high.mounted ? say('highMounted', report.high) : say('highAside')
+    const error = report.high.error === null ? '' : ` · ${say('relativeError')} ${report.high.error.toPrecision(2)}`
+    return items(`${say('high')}: ${where}${error}`, report.high.reasons, true)
+  }
+
+  function items(title, lines, evenEmpty = false) {
+    if (!lines.length && !evenEmpty) return null
+    return element('div', 'ffp-items', element('p', '', title), element('ul', '', ...lines.map((line) => element('li', '', line))))
+  }
+
+  return {
+    // ComfyUI may call this again with the same element.
+    render(where) {
+      container = where
+      draw()
+    },
+    destroy() {
+      container = null
+    },
+    update(next) {
+      state = { ...state, ...next }
+      draw()
+    }
+  }
+}
