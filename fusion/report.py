@@ -17,6 +17,7 @@
     high                  None, or {"state": "mounted" | "stepped_aside", "sites": int, "of": int, "reasons": [str],
                           "max_relative_error": float | None}
     blocks                {"double": 19, "single": 38}
+    blocks_mounted        blocks that were ours during the last call; others were left to another pack (see notes)
     steps                 calls of the model
     ops                   one per kind of fused operation, in a fixed order:
                           {"op": "residual_gate", "label": "residual gates", "sites": 114, "launches": 2280,
@@ -53,9 +54,9 @@ class Run:
     def __init__(self, token: str, tier: str = "lossless"):
         self.number, self.token, self.tier = next(_numbers), token, tier
         self.started, self._clock, self.seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter(), 0.0
-        self.outcome, self.reason = "running", None
+        self.outcome, self.reason, self.phase = "running", None, None
         self.model = self.device = self.dtype = None
-        self.blocks, self.sites, self.steps, self.fused_steps = {"double": 0, "single": 0}, {}, 0, 0
+        self.blocks, self.sites, self.steps, self.fused_steps, self.mounted = {"double": 0, "single": 0}, {}, 0, 0, 0
         self.notes: dict[str, None] = {}  # a set that keeps its order
         self.high = None
         self._before = _launches()
@@ -106,13 +107,13 @@ class Run:
             "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "started": self.started,
             "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if self.reason else "fused", "reason": self.reason,
             "model": self.model, "gpu": gpu_name(self.device), "dtype": self.dtype, "core": core_version(), "torch": torch.__version__,
-            "tier": self.tier, "high": high, "blocks": dict(self.blocks), "steps": self.steps, "ops": ops,
+            "tier": self.tier, "high": high, "blocks": dict(self.blocks), "blocks_mounted": self.mounted, "steps": self.steps, "ops": ops,
             "saved_ms_per_step": round(sum(saved), 2) if saved else None,
             "ms_per_step": round(seconds * 1e3 / self.steps, 2) if self.steps else None,
             "disabled": [{"op": v.op, "signature": v.signature, "reason": v.reason} for v in self._verdicts() if v.state == "disabled"],
             "notes": list(self.notes),
         }
-        report["text"] = text(report)
+        report["text"] = self.phase or text(report)
         return report
 
 
@@ -138,7 +139,7 @@ def text(report: dict) -> str:
     if not report["ops"] and not report["high"]:
         return "lossless: nothing to mount, core runs as it is. Image unaffected."
     blocks, gates = sum(report["blocks"].values()), next((op for op in report["ops"] if op["op"] == "residual_gate"), None)
-    parts = [f"{blocks}/{blocks} blocks"]
+    parts = [f"{report['blocks_mounted']}/{blocks} blocks"]
     if gates and gates["launches"]:
         parts.append(f"{gates['sites']} gates")
     parts.append(f"proven on {report['gpu']}" if any(op["launches"] for op in report["ops"]) else f"nothing fused on {report['gpu']}")

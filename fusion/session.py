@@ -48,7 +48,7 @@ def plan_for(diffusion_model) -> Plan:
 
 @contextmanager
 def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool = False, note=lambda text: None):
-    """Give the plan's blocks the forwards that mount their leaves, for the duration of the `with`.
+    """Give the plan's blocks the forwards that mount their leaves, for the duration of the `with`; yields how many blocks it could.
 
     Only the instance attribute `forward` is used, and only where there is none: a block that another pack has patched stays as it is.
     Removal is in `finally`, since ComfyUI's interrupt is not an `Exception`.
@@ -65,7 +65,7 @@ def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool
             else:
                 owned.append((attributes, forward))
                 attributes["forward"] = forward
-        yield
+        yield sum(block.__dict__["forward"] is forward for block, forward in plan.units[: sum(plan.blocks.values())])
     finally:
         for attributes, forward in owned:
             if attributes.get("forward") is forward:
@@ -108,6 +108,8 @@ class Application:
 
     def tell(self, run: Run) -> None:
         try:
+            if run.outcome != "running":
+                log.info("%s", run.to_dict()["text"])
             self.publish(run, self.nodes)
         except Exception:  # the picture never depends on whether somebody could be told about it
             log.debug("publishing the report failed", exc_info=True)
@@ -127,7 +129,6 @@ class Application:
         finally:
             run.end(outcome)
             self.tell(run)
-            log.info("%s", run.to_dict()["text"])
 
     def apply_model(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, *args, **kwargs):  # noqa: B006 core's own default
         """Core's APPLY_MODEL wrapper."""
@@ -140,7 +141,10 @@ class Application:
         try:
             base = executor.class_obj
             run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(compute_dtype(base))[6:]
-            reason = why_not_call(base, x, transformer_options)
+            if not build.is_settled(x.device, compute_dtype(base)):
+                run.phase = "Building kernels…"
+                self.tell(run)
+            reason, run.phase = why_not_call(base, x, transformer_options), None
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
             log.debug("the model could not be examined", exc_info=True)
             reason = f"the model could not be examined ({type(error).__name__})"
@@ -156,7 +160,7 @@ class Application:
         if run.tier == "high":
             kinds = with_high(kinds, plan, x.device, compute_dtype(base), run)
         first = run.fused_steps == 0
-        with mounted(plan, kinds, *sharing, note=run.note):
+        with mounted(plan, kinds, *sharing, note=run.note) as run.mounted:
             result = executor(*call, **kwargs)
         run.fused_steps += 1
         if first:

@@ -61,6 +61,11 @@ def spin(device_index: int, dtype: torch.dtype):
     return nvrtc.Launch(module(device_index, dtype), "spin", (1, 1, 1), 1, 0, (ctypes.c_int64(SPIN_CYCLES),))
 
 
+def is_settled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether asking `unavailable` takes no time: nothing is left to build."""
+    return device.type != "cuda" or dtype not in DEFINES or (device.index or 0, dtype) in _modules
+
+
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel can run for `dtype` on `device`, or None. Builds the kernels if that has not happened yet."""
     if device.type != "cuda":
