@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from .. import __version__
 from ..kernels import nvrtc
-from ..nodes.status import pack_version
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,7 +118,7 @@ def facts(device: torch.device, gpu: Gpu, core) -> dict:
         "driver": gpu.driver(), "clocks_at_start": gpu.clocks(),
         "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if cuda else None, "nvrtc": nvrtc_version(),
         "core": core.version_text if core else None, "comfy_kitchen": _package("comfy-kitchen") if core else None,
-        "pack": pack_version(), "python": platform.python_version(), "platform": platform.platform(), "cpu": _cpu_name(), "cpu_count": os.cpu_count(),
+        "pack": __version__, "python": platform.python_version(), "platform": platform.platform(), "cpu": _cpu_name(), "cpu_count": os.cpu_count(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
 

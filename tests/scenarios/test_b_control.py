@@ -18,7 +18,7 @@ def control_net(seed, strength=1.0, percent=(0.0, 1.0), doubles=2, singles=3, to
         def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
             before = self.previous_controlnet.get_control(x_noisy, t, cond, batched_number, transformer_options) if self.previous_controlnet is not None else None
             first, last = self.timestep_range
-            self.log.append(last <= t[0] <= first)
+            self.log.append(bool(last <= t[0] <= first))
             if not self.log[-1]:
                 return before
             generator = torch.Generator().manual_seed(seed)
