@@ -59,15 +59,15 @@ class HighPlan:
 
     def __init__(self, doubles, singles):
         self.sites = {"double": [], "single": []}
-        self.leaves = {}  # block -> [(kind, module, forward)]
+        self.leaves = {}  # block -> [(kind, module, what makes its forward)]
         for block in doubles:
             mine = self.leaves[block] = []
             for mlp in (block.img_mlp, block.txt_mlp):
                 self.sites["double"].append((mlp[0], mlp[1]))
-                mine += [("high_double", mlp[0], up_forward(mlp[0])), ("high_double", mlp[1], gelu_of_up_forward(mlp[1]))]
+                mine += [("high_double", mlp[0], up_forward), ("high_double", mlp[1], gelu_of_up_forward)]
         for block in singles:
             self.sites["single"].append((block.linear1, block.mlp_act))
-            self.leaves[block] = [("high_single", block.linear1, linear1_forward(block.linear1, block.hidden_size))]
+            self.leaves[block] = [("high_single", block.linear1, linear1_forward(block.hidden_size))]
 
     def choose(self, device, dtype) -> tuple[frozenset, dict]:
         """(kinds to mount, the report's "high" entry): a class mounts when every one of its sites can."""
@@ -88,6 +88,7 @@ class UpProjection(Pending):
     """`linear(x)` of a double block's MLP, waiting for its GELU."""
 
     __slots__ = ("x", "module")
+    _operands = ("x",)
 
     def __init__(self, x, module):
         self._real, self.x, self.module = None, x, module
@@ -114,7 +115,7 @@ class SplitProjection(Pending):
     def _eager(self):
         return type(self.module).forward(self.module, self.x)
 
-    def split(self, sizes):
+    def split_into(self, sizes):
         width = self.qkv.shape[-1]
         if list(sizes) != [width, self.buffer.shape[-1] - self.hidden]:
             return NotImplemented
@@ -147,17 +148,17 @@ class MlpColumns(Pending):
         return p.buffer
 
 
-def up_forward(module):
+def up_forward(module, shared, active):
     def forward(x, *args, **kwargs):
         x = real(x)
-        if args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
+        if not active[0] or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
             return type(module).forward(module, x, *args, **kwargs)
         return UpProjection(x, module)
 
     return forward
 
 
-def gelu_of_up_forward(module):
+def gelu_of_up_forward(module, shared, active):
     def forward(x, *args, **kwargs):
         if type(x) is UpProjection and x.fresh and not args and not kwargs:
             return x.activated()
@@ -166,20 +167,23 @@ def gelu_of_up_forward(module):
     return forward
 
 
-def linear1_forward(module, hidden):
-    def forward(x, *args, **kwargs):
-        x = real(x)
-        if args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
-            return type(module).forward(module, x, *args, **kwargs)
-        borrowed = []
-        try:
-            weight, bias = take(module, x, borrowed)
-            qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])
-            mlp = weight.shape[0] - 3 * hidden
-            buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
-            linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
-            return SplitProjection(x, module, qkv, buffer, hidden)
-        finally:
-            give_back(borrowed)
+def linear1_forward(hidden):
+    def make(module, shared, active):
+        def forward(x, *args, **kwargs):
+            x = real(x)
+            if not active[0] or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
+                return type(module).forward(module, x, *args, **kwargs)
+            borrowed = []
+            try:
+                weight, bias = take(module, x, borrowed)
+                qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])
+                mlp = weight.shape[0] - 3 * hidden
+                buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
+                linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
+                return SplitProjection(x, module, qkv, buffer, hidden)
+            finally:
+                give_back(borrowed)
 
-    return forward
+        return forward
+
+    return make

@@ -8,6 +8,7 @@ wants raw memory can mistake them for a tensor.
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import torch
@@ -29,11 +30,14 @@ class Pending:
     """Base. A subclass keeps its operands in slots and says in `_eager` what core would have computed from them."""
 
     __slots__ = ("_real", "__weakref__")
+    _operands: tuple = ()  # slots to let go of once the value is a tensor
 
     def materialise(self) -> torch.Tensor:
         """The value as a tensor: exactly the eager operation, run at most once."""
         if self._real is None:
             self._real = self._eager()
+            for name in self._operands:  # core would have let go of them here
+                setattr(self, name, None)
         return self._real
 
     @property
@@ -58,10 +62,18 @@ class Pending:
 
     def __getattr__(self, name):
         # Reached only for what the class does not define: .shape, .to, .contiguous, .data_ptr, ...
+        if name == "_real":  # an object that was made without its constructor, as copy and pickle do
+            raise AttributeError(name)
         return getattr(self.materialise(), name)
 
     def __iter__(self):
         return iter(self.materialise())
+
+    def __reduce_ex__(self, protocol):
+        return self.materialise().__reduce_ex__(protocol)  # copies and pickles are tensors
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.materialise(), memo)
 
     def __repr__(self):
         return f"<{type(self).__name__}, {'not run yet' if self.fresh else 'materialised'}>"
@@ -80,10 +92,12 @@ def _operator(name: str):
 
 
 for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv matmul rmatmul pow rpow floordiv mod neg abs eq ne lt le gt ge "
-    "getitem setitem len bool float int and or xor invert contains array"
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod pow rpow ipow "
+    "matmul rmatmul neg pos abs invert and rand iand or ror ior xor rxor ixor lshift rlshift ilshift rshift rrshift irshift "
+    "eq ne lt le gt ge getitem setitem len reversed contains bool float int complex index array"
 ).split():
-    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
+    if hasattr(torch.Tensor, f"__{_name}__"):
+        setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class Chunk(Pending):
@@ -101,19 +115,19 @@ class Chunk(Pending):
 class OnePlus(Pending):
     """`1 + scale` for a Chunk."""
 
-    __slots__ = ("chunk",)
+    __slots__ = ("scale",)
 
-    def __init__(self, chunk):
-        self._real, self.chunk = None, chunk
+    def __init__(self, scale):
+        self._real, self.scale = None, scale
 
     def _eager(self):
-        return 1 + self.chunk.materialise()
+        return 1 + self.scale.materialise()
 
 
 class Gated(Pending):
     """`y * gate`: y a tensor, gate a Chunk."""
 
-    __slots__ = ("y", "gate")
+    __slots__ = _operands = ("y", "gate")
 
     def __init__(self, y, gate):
         self._real, self.y, self.gate = None, y, gate
@@ -126,13 +140,14 @@ class Norm(Pending):
     """A LayerNorm module applied to x."""
 
     __slots__ = ("x", "module")
+    _operands = ("x",)
 
     def __init__(self, x, module):
         self._real, self.x, self.module = None, x, module
 
     @property
     def shape(self):
-        return self.x.shape
+        return (self.x if self._real is None else self._real).shape
 
     def _eager(self):
         return type(self.module).forward(self.module, self.x)
@@ -142,6 +157,7 @@ class Gelu(Pending):
     """A GELU module applied to columns of a projection (or to a tensor)."""
 
     __slots__ = ("x", "module")
+    _operands = ("x",)
 
     def __init__(self, x, module):
         self._real, self.x, self.module = None, x, module
@@ -185,26 +201,26 @@ class Columns(Pending):
 class Heads(Pending):
     """`columns.view(B, L, 3, heads, dim)`, waiting for its permute."""
 
-    __slots__ = ("columns", "heads", "dim", "permuted")
+    __slots__ = ("columns", "heads", "head_dim", "permuted")
 
-    def __init__(self, columns, heads, dim, permuted=False):
-        self._real, self.columns, self.heads, self.dim, self.permuted = None, columns, heads, dim, permuted
+    def __init__(self, columns, heads, head_dim, permuted=False):
+        self._real, self.columns, self.heads, self.head_dim, self.permuted = None, columns, heads, head_dim, permuted
 
     def _eager(self):
         tensor = self.columns.materialise()
-        tensor = tensor.view(*tensor.shape[:2], 3, self.heads, self.dim)
+        tensor = tensor.view(*tensor.shape[:2], 3, self.heads, self.head_dim)
         return tensor.permute(2, 0, 3, 1, 4) if self.permuted else tensor
 
     def permute(self, *dims):
         if dims == (2, 0, 3, 1, 4) and self.fresh and not self.permuted:
-            return Heads(self.columns, self.heads, self.dim, True)
+            return Heads(self.columns, self.heads, self.head_dim, True)
         return self.materialise().permute(*dims)
 
     def __iter__(self):
         if not self.permuted or not self.fresh:
             return iter(self.materialise())
-        s, width = self.columns.slice, self.heads * self.dim
-        q, k, v = (Head(s.base, s.start + i * width, self.heads, self.dim) for i in range(3))
+        s, width = self.columns.slice, self.heads * self.head_dim
+        q, k, v = (Head(s.base, s.start + i * width, self.heads, self.head_dim) for i in range(3))
         # v goes to attention as it is in single blocks, and attention backends want a tensor.
         return iter((q, k, v if self.columns.joined_v else v.materialise()))
 
@@ -212,20 +228,21 @@ class Heads(Pending):
 class Head(Pending):
     """q, k or v of a projection: a [B, heads, L, dim] view, not made yet."""
 
-    __slots__ = ("base", "start", "heads", "dim")
+    __slots__ = ("base", "start", "heads", "head_dim")
 
-    def __init__(self, base, start, heads, dim):
-        self._real, self.base, self.start, self.heads, self.dim = None, base, start, heads, dim
+    def __init__(self, base, start, heads, head_dim):
+        self._real, self.base, self.start, self.heads, self.head_dim = None, base, start, heads, head_dim
 
     @property
     def shape(self):
-        return torch.Size((self.base.shape[0], self.heads, self.base.shape[1], self.dim))
+        return torch.Size((self.base.shape[0], self.heads, self.base.shape[1], self.head_dim))
 
     def _eager(self):
         base = self.base
         batch, tokens, _ = base.shape
-        strides = (base.stride(0), self.dim, base.stride(1), 1)
-        return base.as_strided((batch, self.heads, tokens, self.dim), strides, base.storage_offset() + self.start)
+        last = base.stride(2)
+        strides = (base.stride(0), self.head_dim * last, base.stride(1), last)
+        return base.as_strided((batch, self.heads, tokens, self.head_dim), strides, base.storage_offset() + self.start * last)
 
 
 class NormedHead(Pending):

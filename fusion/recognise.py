@@ -25,6 +25,17 @@ KNOWN_BLOCKS: dict[str, str] = {
     "17e0764f35c1ebf8": "ComfyUI 0.17 to 0.33 (0.20.1 and 0.29.0 checked)",
     "3d4aa01d77194071": "bench/reference_flux.py",
 }
+# The same for what q, k and v pass through on their way out of a block, and for the layer after the blocks.
+KNOWN_ATTENTIONS: dict[str, str] = {
+    "9c335959f89e70e8": "ComfyUI 0.3.64",
+    "e13619910e202a7c": "ComfyUI after #10547 (November 2025)",
+    "26e1256861d580ae": "ComfyUI 0.3.70 to 0.33",
+    "47730f958ab838ca": "bench/reference_flux.py",
+}
+KNOWN_LAST_LAYERS: dict[str, str] = {
+    "2a3d40d338f55d3f": "ComfyUI 0.3.64 to 0.33",
+    "b292c7268367717c": "bench/reference_flux.py",
+}
 # The same for the loop over the blocks: in these, no block's vec is written to, so one silu(vec) serves all Modulations of a call.
 KNOWN_LOOPS: dict[str, str] = {
     "d73d761689d22605": "ComfyUI 0.3.64",
@@ -45,6 +56,18 @@ def _source_tokens(function) -> str:
     return " ".join(token.string for token in tokenize.generate_tokens(readable) if token.type not in drop)
 
 
+def _is_from_its_file(function) -> bool:
+    """Whether the code that runs is in the file whose source `digest` reads: a code object can name any file."""
+    names = function.__globals__
+    pending = [names["__loader__"].get_code(names["__name__"])]
+    while pending:
+        code = pending.pop()
+        if code == function.__code__:
+            return True
+        pending += [c for c in code.co_consts if isinstance(c, type(code))]
+    return False
+
+
 def digest(*functions) -> str | None:
     """A digest of the functions' source, the same on every Python; None when a source cannot be read."""
     codes = tuple(getattr(f, "__code__", f) for f in functions)
@@ -52,8 +75,8 @@ def digest(*functions) -> str | None:
     if key not in _digests:
         try:
             text = "\n".join(_source_tokens(f) for f in functions)
-            found = hashlib.sha256(text.encode()).hexdigest()[:16]
-        except (OSError, TypeError, AttributeError, SyntaxError, tokenize.TokenError):
+            found = hashlib.sha256(text.encode()).hexdigest()[:16] if all(map(_is_from_its_file, functions)) else None
+        except (OSError, TypeError, AttributeError, KeyError, ImportError, SyntaxError, tokenize.TokenError):
             found = None
         _digests[key] = found, codes
     return _digests[key][0]
@@ -94,8 +117,16 @@ def is_known_leaf(kind: str, module) -> bool:
     return known and is_own_forward(cls)
 
 
-DOUBLE_CHILDREN = ("img_mod", "txt_mod", "img_norm1", "img_norm2", "txt_norm1", "txt_norm2", "img_attn", "txt_attn", "img_mlp", "txt_mlp")
-SINGLE_CHILDREN = ("modulation", "pre_norm", "norm", "linear1", "linear2", "mlp_act")
+_STREAM = "{0}_mod.lin {0}_norm1 {0}_norm2 {0}_attn.qkv {0}_attn.norm.query_norm {0}_attn.norm.key_norm {0}_attn.proj {0}_mlp.0 {0}_mlp.1 {0}_mlp.2"
+DOUBLE_CHILDREN = tuple(_STREAM.format("img").split() + _STREAM.format("txt").split())
+SINGLE_CHILDREN = ("modulation.lin", "pre_norm", "norm.query_norm", "norm.key_norm", "linear1", "linear2", "mlp_act")
+
+
+def _child(module, path: str):
+    """The submodule at a dotted path, or None."""
+    for name in path.split("."):
+        module = module._modules.get(name) if isinstance(module, torch.nn.Module) else None
+    return module
 
 
 def why_not_model(diffusion_model) -> str | None:
@@ -119,13 +150,17 @@ def why_not_model(diffusion_model) -> str | None:
         for block in blocks:
             if getattr(block, "_compiled_call_impl", None) is not None or type(block).__name__ == "OptimizedModule":
                 return "its blocks are compiled with torch.compile"
-            missing = next((name for name in children if block._modules.get(name) is None), None)
+            missing = next((path for path in children if _child(block, path) is None), None)
             if missing:
                 return f"not FLUX.1: a {kind} block has no {missing}"
+    final = getattr(diffusion_model, "final_layer", None)
     try:
-        found = block_digest(type(doubles[0]), type(singles[0]))
+        names = type(doubles[0]).forward.__globals__
+        known = (
+            block_digest(type(doubles[0]), type(singles[0])) in KNOWN_BLOCKS
+            and digest(names["attention"]) in KNOWN_ATTENTIONS
+            and (final is None or digest(type(final).forward) in KNOWN_LAST_LAYERS)
+        )
     except (AttributeError, KeyError):
-        found = None
-    if found not in KNOWN_BLOCKS:
-        return "core version not recognised: the code of its FLUX blocks is not one that was checked"
-    return None
+        known = False
+    return None if known else "core version not recognised: the code of its FLUX blocks is not one that was checked"

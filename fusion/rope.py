@@ -36,9 +36,9 @@ def _parts(value):
 def _stream(part, partner, borrowed) -> Stream:
     head, module = part.head, part.module
     if partner is None:
-        return Stream(head.base, head.start, None, head.heads, head.dim, take(module, head.base, borrowed)[0], None)
+        return Stream(head.base, head.start, None, head.heads, head.head_dim, take(module, head.base, borrowed)[0], None)
     return Stream(
-        head.base, head.start, partner.head.start, head.heads, head.dim,
+        head.base, head.start, partner.head.start, head.heads, head.head_dim,
         take(module, head.base, borrowed)[0], take(partner.module, head.base, borrowed)[0],
     )
 
@@ -46,12 +46,12 @@ def _stream(part, partner, borrowed) -> Stream:
 def _rotate(function, qs, ks, pe):
     eps = qs[0].eps
     for part in (*qs, *(ks or ())):
-        if part.eps != eps or part.module.normalized_shape != (part.head.dim,) or part.module._parameters.get("weight") is None:
+        if part.eps != eps or part.module.normalized_shape != (part.head.head_dim,) or part.module._parameters.get("weight") is None:
             return NotImplemented
     shared, borrowed = qs[0].shared, []
     try:
         streams = tuple([_stream(q, k, borrowed) for q, k in zip(qs, ks or [None] * len(qs))])
-        if not shared.token_major:
+        if not shared.token_major or not all(p.twin[0].fresh for p in qs):
             return qk_norm_rope(streams, pe, eps, function, False)
 
         def both(token_major):

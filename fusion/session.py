@@ -33,17 +33,20 @@ _plans_lock = threading.Lock()
 
 
 def plan_for(diffusion_model) -> Plan:
-    """The model's leaves, found once, and again when its blocks are other objects or a class has another forward than it had."""
+    """The model's leaves, found once, and again when a block or leaf is another object or a class has another forward than it had."""
     blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
     with _plans_lock:
         found = _plans.get(diffusion_model)
-        classes = found[1].classes if found else ()
-        made_from = tuple(map(id, blocks)), tuple(cls.forward for cls in classes)
-        if found is None or found[0] != made_from:
+        if found is None or found[0] != _made_from(blocks, found[1]):
             plan = Plan(diffusion_model)
             plan.classes = tuple({type(m) for b in blocks for m in b.modules()})
-            found = _plans[diffusion_model] = (made_from[0], tuple(cls.forward for cls in plan.classes)), plan
+            found = _plans[diffusion_model] = _made_from(blocks, plan), plan
     return found[1]
+
+
+def _made_from(blocks, plan: Plan) -> tuple:
+    """Identities of all that a plan rests on."""
+    return list(map(id, blocks)), [id(m) for place in plan.places for m in place.values()], [cls.forward for cls in plan.classes]
 
 
 @contextmanager

@@ -54,7 +54,8 @@ class Plan:
         self.notes = []
         names = type(doubles[0]).forward.__globals__
         self._classes = {"modulation": names["Modulation"], "qk": names["QKNorm"]}
-        self.units = []  # (block, its leaves, the forward that mounts them)
+        self.units = []  # (block, the forward that mounts its leaves)
+        self.places = []  # where the leaves hang: dictionaries of submodules
         for block in doubles:
             leaves = []
             for stream in ("img", "txt"):
@@ -79,7 +80,10 @@ class Plan:
             self._unit(final, leaves)
 
     def _unit(self, block, leaves):
-        self.units.append((block, block_forward(block, leaves, self.shared)))
+        active = [False]  # whether the block's own forward is running: outside it, a leaf forward that somebody kept is core's again
+        made = [(kind, module, make(module, self.shared, active)) for kind, module, make in leaves]
+        self.units.append((block, block_forward(block, made, self.shared, active)))
+        self.places += [block._modules, *(m._modules for m in block._modules.values() if m is not None)]
 
     def _add(self, leaves, kind, module, make):
         if kind in self._classes:
@@ -93,7 +97,7 @@ class Plan:
         else:
             known = True  # a projection's own forward runs, whatever it is
         if known:
-            leaves.append((kind, module, make(module, self.shared)))
+            leaves.append((kind, module, make))
         else:
             note = f"a {type(module).__qualname__} of another pack stays as it is"
             self.notes += [note] if note not in self.notes else []
@@ -112,12 +116,13 @@ class Plan:
         }
 
 
-def block_forward(block, leaves, shared):
+def block_forward(block, leaves, shared, active):
     """A forward for `block` that mounts its leaves, runs the block's own forward, and restores."""
 
     def forward(*args, **kwargs):
-        owned, kinds = [], shared.kinds
+        owned, kinds, outer = [], shared.kinds, active[0]
         try:
+            active[0] = True
             for kind, module, leaf in leaves:
                 if kind in kinds:
                     if is_touched(module):
@@ -128,6 +133,7 @@ def block_forward(block, leaves, shared):
                         attributes["forward"] = leaf
             return type(block).forward(block, *args, **kwargs)
         finally:
+            active[0] = outer
             for attributes, leaf in owned:
                 if attributes.get("forward") is leaf:
                     del attributes["forward"]
@@ -144,9 +150,9 @@ def _attention_of(block):
 # --- forwards. Each falls back on the class's own forward for anything it does not expect. ---
 
 
-def modulation_forward(module, shared):
+def modulation_forward(module, shared, active):
     def forward(vec, *args, **kwargs):
-        if args or kwargs or type(vec) is not torch.Tensor:
+        if not active[0] or args or kwargs or type(vec) is not torch.Tensor:
             return type(module).forward(module, vec, *args, **kwargs)
         modulation_out = type(module).forward.__globals__["ModulationOut"]
         out = module.lin(shared.silu(vec))
@@ -157,47 +163,47 @@ def modulation_forward(module, shared):
     return forward
 
 
-def norm_forward(module, shared):
+def norm_forward(module, shared, active):
     def forward(x, *args, **kwargs):
-        if args or kwargs or type(x) is not torch.Tensor:
+        if not active[0] or args or kwargs or type(x) is not torch.Tensor:
             return type(module).forward(module, real(x), *args, **kwargs)
         return Norm(x, module)
 
     return forward
 
 
-def _projection_forward(module, joined_v):
+def _projection_forward(module, active, joined_v):
     def forward(x, *args, **kwargs):
         out = type(module).forward(module, real(x), *args, **kwargs)
-        if type(out) is not torch.Tensor or out.ndim != 3:
+        if not active[0] or type(out) is not torch.Tensor or out.ndim != 3:
             return out
         return Columns(out, 0, out.shape[-1], joined_v)
 
     return forward
 
 
-def joined_projection_forward(module, shared):
-    return _projection_forward(module, True)
+def joined_projection_forward(module, shared, active):
+    return _projection_forward(module, active, True)
 
 
-def projection_forward(module, shared):
-    return _projection_forward(module, False)
+def projection_forward(module, shared, active):
+    return _projection_forward(module, active, False)
 
 
-def qk_norm_forward(module, shared):
+def qk_norm_forward(module, shared, active):
     def forward(q, k, v, *args, **kwargs):
         q_norm, k_norm = module.query_norm, module.key_norm
         known = type(q) is Head and type(k) is Head and q.fresh and k.fresh
-        if args or kwargs or not known or is_touched(q_norm) or is_touched(k_norm):
+        if not active[0] or args or kwargs or not known or is_touched(q_norm) or is_touched(k_norm):
             return type(module).forward(module, real(q), real(k), real(v), *args, **kwargs)
         return NormedHead(q, q_norm, v, shared, (k, k_norm)), NormedHead(k, k_norm, v, shared, (q, q_norm))
 
     return forward
 
 
-def gelu_forward(module, shared):
+def gelu_forward(module, shared, active):
     def forward(x, *args, **kwargs):
-        if args or kwargs:
+        if not active[0] or args or kwargs:
             return type(module).forward(module, real(x), *args, **kwargs)
         if type(x) is MlpColumns and x.fresh:
             return x.activated()

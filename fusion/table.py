@@ -49,7 +49,7 @@ def on_addcmul(shift, norm, scale, *, value=1, **kwargs):
     if kwargs or value != 1 or type(norm) is not Norm or not norm.fresh or not weights.plain_layer_norm(norm.module, norm.x):
         return NotImplemented
     plus_one = type(scale) is OnePlus and scale.fresh
-    scale = scale.chunk.slice if plus_one else real(scale)
+    scale = scale.scale.slice if plus_one else real(scale)
     shift = shift.slice if type(shift) is Chunk else real(shift)
     return layer_norm_modulate(norm.x, scale, shift, norm.module.eps, plus_one)
 
@@ -66,8 +66,8 @@ def on_cat(tensors, dim=0, **kwargs):
         return NotImplemented
     if type(first) is NormedHead and type(second) is NormedHead and first.fresh and second.fresh:
         return JoinedHeads((first, second))
-    if type(first) is Head and type(second) is Head and first.fresh and second.fresh and (first.heads, first.dim) == (second.heads, second.dim):
-        text, image = (ColumnSlice(h.base, h.start, h.heads * h.dim) for h in (first, second))
+    if type(first) is Head and type(second) is Head and first.fresh and second.fresh and (first.heads, first.head_dim) == (second.heads, second.head_dim):
+        text, image = (ColumnSlice(h.base, h.start, h.heads * h.head_dim) for h in (first, second))
         return head_concat(text, image, first.heads)
     return NotImplemented
 
@@ -76,7 +76,7 @@ def on_split(tensor, sizes, dim=0, **kwargs):
     if kwargs or type(tensor) not in (Columns, SplitProjection) or not tensor.fresh or dim not in (2, -1) or not isinstance(sizes, (list, tuple)):
         return NotImplemented
     if type(tensor) is SplitProjection:
-        return tensor.split(sizes)
+        return tensor.split_into(sizes)
     s = tensor.slice
     if sum(sizes) != s.width or s.base.ndim != 3:
         return NotImplemented
