@@ -29,7 +29,7 @@ def real(value):
 class Pending:
     """Base. A subclass keeps its operands in slots and says in `_eager` what core would have computed from them."""
 
-    __slots__ = ("_real", "__weakref__")
+    __slots__ = ("_real", "__weakref__", "__dict__")  # __dict__ only for what others may hang on a value
     _operands: tuple = ()  # slots to let go of once the value is a tensor
 
     def materialise(self) -> torch.Tensor:

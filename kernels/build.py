@@ -20,7 +20,7 @@ MIN_ARCH = {torch.bfloat16: 80, torch.float16: nvrtc.MIN_ARCH}  # bf16 arithmeti
 
 SPIN_CYCLES = 600_000  # 0.3 to 0.6 ms on today's clocks: longer than any host needs to queue one eager chain
 
-_modules: dict[tuple[int, torch.dtype], nvrtc.Module | nvrtc.KernelError] = {}
+_modules: dict[tuple[int, torch.dtype], nvrtc.Module | str] = {}  # or why there are none; the error itself would keep its frames alive
 _lock = threading.Lock()
 build_seconds: dict[tuple[int, torch.dtype], float] = {}
 
@@ -47,12 +47,12 @@ def module(device_index: int, dtype: torch.dtype) -> nvrtc.Module:
                 major, minor = torch.cuda.get_device_capability(device_index)
                 _modules[key] = nvrtc.Module(compile_for(10 * major + minor, dtype), device_index)
             except nvrtc.KernelError as error:
-                _modules[key] = error
+                _modules[key] = str(error)
                 log.warning("Kernels for %s are unavailable: %s. Images are unaffected.", torch.cuda.get_device_name(device_index), error)
             build_seconds[key] = time.perf_counter() - started
         found = _modules[key]
-    if isinstance(found, nvrtc.KernelError):
-        raise nvrtc.KernelError(str(found))
+    if isinstance(found, str):
+        raise nvrtc.KernelError(found)
     return found
 
 

@@ -166,7 +166,7 @@ def test_a_hook_that_keeps_a_blocks_input_sees_core_write_into_it(patcher):
 
 @pytest.mark.parametrize("path, seen_from", [
     ("double_blocks.0", "img_in"), ("double_blocks.0.img_norm1", "img_in"), ("final_layer", "img_in"),
-    pytest.param("double_blocks.0.img_norm2", "double_blocks.0.img_attn.proj", marks=pytest.mark.xfail(strict=True, reason="a leaf wrapped for good from inside its own block keeps our forward, which returns pending values ever after")),
+    pytest.param("double_blocks.0.img_norm2", "double_blocks.0.img_attn.proj"),
 ])
 def test_a_forward_captured_while_we_were_mounted_is_cores_afterwards(patcher, path, seen_from):
     transformer, asked = patcher.model.diffusion_model, []
@@ -208,9 +208,7 @@ def test_a_forward_put_on_and_taken_off_inside_our_call_leaves_nothing(patcher):
 
 
 @pytest.mark.parametrize("kind", ["norm1", "qkv", "linear1", "gelu", "modulation"])
-def test_a_replaced_leaf_runs_and_the_old_one_is_let_go(patcher, kind, request):
-    if kind != "none":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="plan_for compares the blocks only: the plan keeps replaced leaves and their weights alive"))
+def test_a_replaced_leaf_runs_and_the_old_one_is_let_go(patcher, kind):
     compare(patcher)
     path, _, name = KINDS[kind].rpartition(".")
     parent, donor = patcher.model.diffusion_model.get_submodule(path), reference_flux.reference_flux("tiny", device=DEVICE, seed=9)
@@ -221,6 +219,7 @@ def test_a_replaced_leaf_runs_and_the_old_one_is_let_go(patcher, kind, request):
     assert old() is None
 
 
+@pytest.mark.xfail(strict=True, reason="Head._eager takes the stride of the last dimension for 1: wrong v in single blocks, a wrong picture")
 def test_a_linear_with_a_transposed_result_is_handled(patcher):
     class Transposed(torch.nn.Linear):
         def forward(self, x):
@@ -228,7 +227,4 @@ def test_a_linear_with_a_transposed_result_is_handled(patcher):
 
     for kind in ("qkv", "linear1"):
         leaf(patcher, kind).__class__ = Transposed
-    try:
-        compare(patcher)
-    except AssertionError as error:
-        pytest.xfail(f"Head._eager takes the last stride for 1 ({error})")
+    compare(patcher)

@@ -124,7 +124,10 @@ def bare_scene(request, comfy, frozen, tiny_checkpoint, tiny_lora, tmp_path, mon
     monkeypatch.setattr(FusedOp, "__call__", counted)
     everything = harness.comfy_globals_snapshot()
     yield scene
-    harness.assert_globals_unchanged(everything)
+    changed = [k for k, v in harness.comfy_globals_snapshot().items() if everything.get(k) is not v]
+    # torch.compile puts its own functions beside those that it compiles, and wraps Module's constructor once.
+    changed = [k for k in changed if not ("__compiled_fn" in k or "__resume_at" in k or k in ("Module.__init__", "Module.__setstate__"))]
+    assert not changed, f"globals of core or torch changed: {changed}"
     scene.end(check_memory=getattr(request.node, "came_to_the_end", False) and request.node.get_closest_marker("keeps_models") is None)
     assert "memory leak" not in caplog.text.lower() and "not loaded" not in caplog.text
 
