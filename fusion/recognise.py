@@ -129,18 +129,30 @@ def _child(module, path: str):
     return module
 
 
-def why_not_model(diffusion_model) -> str | None:
-    """Why the fast path leaves this model alone, or None if it is FLUX.1 (dev, schnell, Kontext, Fill, Redux, fine-tunes)."""
+def is_compiled(diffusion_model) -> bool:
+    return type(diffusion_model).__name__ == "OptimizedModule"
+
+
+def why_not_family(diffusion_model) -> str | None:
+    """Why the fast path will never do anything for this model, or None if it is of FLUX.1's family."""
     if not isinstance(diffusion_model, torch.nn.Module):
         return f"{type(diffusion_model).__name__} is not a torch module"
-    if type(diffusion_model).__name__ == "OptimizedModule":
-        return "the model is compiled with torch.compile"
+    if is_compiled(diffusion_model):
+        return None  # for now: what is compiled shows when it runs
     if type(diffusion_model).__name__ != "Flux":
         return f"{type(diffusion_model).__name__} is not FLUX.1"
     params = getattr(diffusion_model, "params", None)
     for flag in ("global_modulation", "mlp_silu_act", "yak_mlp"):
         if getattr(params, flag, False):
             return f"not FLUX.1: a FLUX variant with {flag}"
+    return None
+
+
+def why_not_model(diffusion_model) -> str | None:
+    """Why the fast path leaves this model alone as it stands now, or None if it is FLUX.1 (dev, schnell, Kontext, Fill, Redux, fine-tunes)."""
+    reason = why_not_family(diffusion_model) or ("the model is compiled with torch.compile" if is_compiled(diffusion_model) else None)
+    if reason:
+        return reason
     doubles, singles = getattr(diffusion_model, "double_blocks", ()), getattr(diffusion_model, "single_blocks", ())
     if not len(doubles) or not len(singles):
         return "not FLUX.1: it has no double or no single blocks"

@@ -197,9 +197,12 @@ def choices(diffusion_model, transformer_options: dict, conditions: dict, run: R
 
 
 def why_not_apply(model) -> str | None:
-    """Why the model that a node was given is not worth a wrapper, or None. What only a running model shows is asked again then."""
+    """Why the model that a node was given is not worth a wrapper, or None.
+
+    Only its family is asked: blocks may be compiled or patched by another branch just now, and a node's output is cached.
+    """
     try:
-        return recognise.why_not_model(model.get_model_object("diffusion_model"))
+        return recognise.why_not_family(model.get_model_object("diffusion_model"))
     except Exception as error:  # an object that only resembles a ModelPatcher
         return f"{type(model).__name__} holds no diffusion model ({type(error).__name__})"
 

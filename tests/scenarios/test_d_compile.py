@@ -87,7 +87,6 @@ def test_a_block_replaced_by_a_compiled_one(scene, small):
     assert type(small.model.diffusion_model.single_blocks[0]).__name__ == "SingleStreamBlock"
 
 
-@pytest.mark.xfail(strict=True, reason="the node judges the live module, where another branch's object patch may still lie: it then passes the model on without a wrapper, and that output is cached")
 def test_a_patch_that_another_branch_left_on_the_model_does_not_switch_us_off_for_good(scene, small):
     """S6, B09, B23: object patches stay until the next load; our node may run in between."""
     other = small.clone()

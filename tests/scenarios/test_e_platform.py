@@ -102,7 +102,6 @@ def test_a_build_that_fails_is_said_once_in_plain_words_and_sampling_goes_on(bar
     build._modules.clear()
 
 
-@pytest.mark.xfail(strict=True, reason="build._modules keeps the KernelError with its traceback, whose frames hold the model and every tensor of the step for the life of the process")
 def test_a_remembered_failure_holds_no_model(bare_scene, machine, monkeypatch, caplog):
     """B31, S8: the first model call of the process is the one that builds."""
     machine.cards, machine.fail = {0: 90}, WORDS["no compiler"]
