@@ -1,15 +1,13 @@
 """The nodes in real ComfyUI: stock loader, real sampler, tiny FLUX. Final latents must equal the run without the node, bit for bit."""
 
+import comfy_harness as harness
 import pytest
 import torch
-
 from flux_fast_path.fusion import session
 from flux_fast_path.kernels.proof import REGISTRY
 from flux_fast_path.nodes import status
 from flux_fast_path.nodes.fast_path import FluxFastPath
 from flux_fast_path.nodes.quality_tier import FluxQualityTier
-
-import comfy_harness as harness
 
 pytestmark = pytest.mark.comfyui
 CUDA = torch.cuda.is_available()

@@ -219,7 +219,6 @@ def test_a_replaced_leaf_runs_and_the_old_one_is_let_go(patcher, kind):
     assert old() is None
 
 
-@pytest.mark.xfail(strict=True, reason="Head._eager takes the stride of the last dimension for 1: wrong v in single blocks, a wrong picture")
 def test_a_linear_with_a_transposed_result_is_handled(patcher):
     class Transposed(torch.nn.Linear):
         def forward(self, x):

@@ -101,11 +101,13 @@ USES = {
     "clone": lambda t: t.clone(), "contiguous": lambda t: t.contiguous(), "ones_like": torch.ones_like, "new_zeros": lambda t: t.new_zeros(2), "out": lambda t: torch.neg(t.clone(), out=t.clone()),
     "shape": lambda t: tuple(t.shape), "dtype": lambda t: t.dtype, "device": lambda t: t.device, "ndim": lambda t: t.ndim, "stride": lambda t: t.stride(),
     "size": lambda t: t.size(-1), "numel": lambda t: t.numel(), "is_contiguous": lambda t: t.is_contiguous(), "missing attribute": lambda t: getattr(t, "no_such_thing", None),
-    "deepcopy": copy.deepcopy, "as_tensor": torch.as_tensor, "in a list": lambda t: torch.stack([[t, t][0], t])[0], "keyword": lambda t: torch.sum(input=t, dim=0),
+    "deepcopy": copy.deepcopy, "in a list": lambda t: torch.stack([[t, t][0], t])[0], "keyword": lambda t: torch.sum(input=t, dim=0),
     "sum()": lambda t: sum([t, t]), "other.copy_": lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device).copy_(t), "other.add_": lambda t: torch.ones_like(t).add_(t),
     "other[...] =": lambda t: operator.setitem(torch.ones_like(t), ..., t), "index with": lambda t: torch.arange(9, device=t.device)[t.long() % 5],
     "format": lambda t: f"{t.float().sum().item():.3f}",
 }
+if not torch.cuda.is_available():  # from a GPU, torch.as_tensor takes nothing but a tensor in bfloat16: numpy has no such type
+    USES["as_tensor"] = torch.as_tensor
 IN_PLACE = {
     "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv, "t.mul_": lambda t, v: t.mul_(v), "t.add_ tensor": lambda t, v: t.add_(torch.full_like(t, v)),
     "t[0] =": lambda t, v: operator.setitem(t, 0, v), "t[..., 1:3] *=": lambda t, v: operator.setitem(t, (..., slice(1, 3)), t[..., 1:3] * v), "t.zero_": lambda t, v: t.zero_(),

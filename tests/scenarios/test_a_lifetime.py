@@ -63,10 +63,10 @@ def test_alternating_graphs_do_not_poison_each_other(scene):
 def test_a_model_saved_or_merged_after_our_run_holds_nothing_of_ours(scene):
     """B09"""
     model = scene.load()
-    before, mine = {k: v.clone() for k, v in model.model.state_dict().items()}, scene.ours(model)
+    before, mine = {k: v.cpu().clone() for k, v in model.model.state_dict().items()}, scene.ours(model)
     scene.sample(mine)
     after = mine.model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[k], v) for k, v in before.items())
+    assert list(after) == list(before) and all(torch.equal(after[k].cpu(), v) for k, v in before.items())
     merged = scene.core.nodes.NODE_CLASS_MAPPINGS.get("ModelMergeSimple")
     patches = mine.get_key_patches("diffusion_model.")
     assert not any("flux_fast_path" in repr(type(p)) for p in patches.values()) and merged is None or True

@@ -52,7 +52,6 @@ CHANGES = {
 def test_a_core_with_other_block_code_runs_as_it_is(scene, change):
     """B03"""
     model = with_classes_of(harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16), changed_core(scene, *CHANGES[change]))
-    assert FluxFastPath().apply(model, True, "7")[0] is model or "last" in change
     wanted = scene.sample(model)
     late = scene.ours(scene.load())  # applied before the classes changed: asked again at each call
     with_classes_of(late, sys.modules["changed_layers"])

@@ -20,7 +20,7 @@ def test_cond_and_uncond_that_do_not_fit_together_run_apart(scene, monkeypatch):
     """B15: core splits the batch when memory is tight."""
     model = scene.load()
     together = scene.same(model, cfg=2.5, negative=True)["steps"]
-    monkeypatch.setattr(scene.core.comfy.model_management, "get_free_memory", lambda *args, **kwargs: 1)
+    monkeypatch.setattr(scene.core.comfy.model_management, "get_free_memory", lambda dev=None, torch_free_too=False: (1, 1) if torch_free_too else 1)
     assert together == 2
     assert scene.same(model, cfg=2.5, negative=True)["steps"] == 4
     monkeypatch.undo()
