@@ -139,13 +139,13 @@ def sampler(r) -> str:
     plain = s["arms"]["plain"]
     for name, a in s["arms"].items():
         if a["skipped"]:
-            rows.append([name, f"left out: {a['skipped']}", *["–"] * 4])
+            rows.append([name, f"left out: {a['skipped']}", *["–"] * 3])
             continue
         t = a["spread"]
         rows.append([name, f"{number(t['median'], 3)} ({number(t['min'], 3)}–{number(t['p90'], 3)})", times(ratio(plain, a) if s["fused"] else None, 3), f"{a['unique_hashes']} in {len(a['hashes'])}: {a['hashes'][0]}",
-                     yes(a["identical"]), a.get("report") or "–"])
+                     yes(a["identical"])])
     headers = [f"{s['pixels']}² / {s['text']}, {s['steps']} steps, batch {s['batch']}", f"seconds a run: median of {max(plain['spread']['n'], 0)} (min–p90)", "plain / arm",
-               "distinct latent hashes", "latents = plain's, bit for bit", "the node says"]
+               "distinct latent hashes", "latents = plain's, bit for bit"]
     return markdown(headers, rows)
 
 

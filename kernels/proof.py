@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import torch
 
@@ -17,6 +18,7 @@ from .nvrtc import KernelError
 
 log = logging.getLogger("flux_fast_path")
 
+MAX_SPINS = 32  # about 10 ms: a host that needs longer to queue one chain is not waited for
 MAX_PLANS = 2048  # per operation; a plan is about 2 kB of host memory
 
 
@@ -197,26 +199,42 @@ class FusedOp:
             self.plans.clear()
         self.plans[self.key(*args)] = plan
 
-    def _time(self, args, *runs, repeats: int = 5) -> list[float]:
-        """µs of one call of each on the device, taken in turns: the median of a few, the first not counted.
+    def _time(self, args, *runs, repeats: int = 3) -> list[float]:
+        """µs of one call of each on the device: the median of a few, the first not counted.
 
-        A spinning kernel goes first, so that the host's part of a call is over before the device begins with it.
+        A spinning kernel goes first, as often as it takes for the host's part of the call to be over before the device begins with it:
+        otherwise a slow host would be counted as a slow operation.
         """
-        like, args, times = self.like(*args), self.shadow(*args), [[] for _ in runs]
+        like, args = self.like(*args), self.shadow(*args)
         try:
             spin = build.spin(like.device.index, like.dtype)
         except KernelError:  # an operation of cublasLt's does not need our kernels
             spin = _nothing
-        for _ in range(repeats + 1):
-            for run, mine in zip(runs, times):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+        def sample(call, spins):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began = time.perf_counter()
+            for _ in range(spins):
                 spin()
-                start.record()
-                run(*args)
-                end.record()
-                end.synchronize()
-                mine.append(start.elapsed_time(end) * 1e3)
-        return [sorted(mine[1:])[repeats // 2] for mine in times]
+            start.record()
+            call()
+            end.record()
+            host = (time.perf_counter() - began) * 1e6
+            end.synchronize()
+            return start.elapsed_time(end) * 1e3, host
+
+        one_spin = sample(spin, 1)[0]
+        medians = []
+        for run in runs:
+            spins, times = 1, []
+            while len(times) <= repeats:
+                elapsed, host = sample(lambda run=run: run(*args), spins)
+                if host > 0.8 * spins * one_spin and spins < MAX_SPINS:
+                    spins *= 2
+                else:
+                    times.append(elapsed)
+            medians.append(sorted(times[1:])[repeats // 2])
+        return medians
 
 
 REGISTRY: dict[str, FusedOp] = {}

@@ -97,7 +97,8 @@ def test_modulation_that_differs_per_token_range(scene, batch):
     transformer = model.model.diffusion_model
     dtype, device = transformer.double_blocks[0].img_attn.qkv.weight.dtype, scene.core.device
     if torch.cuda.is_available():
-        scene.core.comfy.model_management.load_models_gpu([model], force_full_load=True)
+        with torch.inference_mode():  # as core loads: outside, the weights would be tensors that inference cannot view
+            scene.core.comfy.model_management.load_models_gpu([model], force_full_load=True)
 
     def run():
         g = torch.Generator().manual_seed(5)
