@@ -62,7 +62,7 @@ class Pending:
 
     def __getattr__(self, name):
         # Reached only for what the class does not define: .shape, .to, .contiguous, .data_ptr, ...
-        if name == "_real":  # an object that was made without its constructor, as copy and pickle do
+        if name == "_real":  # an object that was made without its constructor, as copying does
             raise AttributeError(name)
         return getattr(self.materialise(), name)
 

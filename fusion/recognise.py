@@ -103,6 +103,9 @@ LEAF_CLASSES = {
 }
 
 
+_known_leaves: dict = {}
+
+
 def is_own_forward(cls: type) -> bool:
     """Whether the forward that `cls` would run is the one its defining class was written with, not one patched in at run time."""
     owner = next(c for c in cls.__mro__ if "forward" in c.__dict__)
@@ -111,10 +114,15 @@ def is_own_forward(cls: type) -> bool:
 
 
 def is_known_leaf(kind: str, module) -> bool:
-    """Whether `module` is of a class that computes what the leaf of this kind defers."""
+    """Whether `module` is of a class that computes what the leaf of this kind defers. Asked at each model call, so remembered by class."""
     cls = type(module)
-    known = (cls.__module__, cls.__qualname__) in LEAF_CLASSES[kind] or (kind == "LayerNorm" and cls.__qualname__ == "GGMLOps.LayerNorm")
-    return known and is_own_forward(cls)
+    key = kind, cls, cls.forward
+    if key not in _known_leaves:
+        known = (cls.__module__, cls.__qualname__) in LEAF_CLASSES[kind] or (kind == "LayerNorm" and cls.__qualname__ == "GGMLOps.LayerNorm")
+        if len(_known_leaves) > 256:
+            _known_leaves.clear()
+        _known_leaves[key] = known and is_own_forward(cls)
+    return _known_leaves[key]
 
 
 _STREAM = "{0}_mod.lin {0}_norm1 {0}_norm2 {0}_attn.qkv {0}_attn.norm.query_norm {0}_attn.norm.key_norm {0}_attn.proj {0}_mlp.0 {0}_mlp.1 {0}_mlp.2"
