@@ -71,10 +71,13 @@ def assert_same(model, **kwargs):
 # --- bits ---
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+SHAPES = [(1, 64, 64, 16), (2, 72, 104, 33), (3, 40, 56, 7)]
+
+
 @pytest.mark.parametrize("core", [{}, {"out_of_place": True}, {"old_core": True}], ids=["in-place", "out-of-place", "0.3.64"])
-@pytest.mark.parametrize("batch, height, width, text_tokens", [(1, 64, 64, 16), (2, 72, 104, 33), (3, 40, 56, 7)])
-def test_latents_are_bit_identical(fused, batch, height, width, text_tokens, core, dtype):
+@pytest.mark.parametrize("dtype, shape", [*((torch.bfloat16, s) for s in SHAPES), (torch.float16, SHAPES[2]), (torch.float32, SHAPES[2])], ids=str)
+def test_latents_are_bit_identical(fused, shape, core, dtype):
+    batch, height, width, text_tokens = shape
     model = reference_patcher("tiny", dtype, DEVICE, **core)
     assert_same(model, batch=batch, height=height, width=width, text_tokens=text_tokens)
     expected = {"residual_gate": 22, "layer_norm_modulate": 24, "gelu_concat": 6, **({} if "old_core" in core else {"head_concat": 4})}

@@ -54,7 +54,7 @@ class Front:
 
     def __init__(self, page, server):
         self.page, self.server, self.complaints = page, server, []
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)  # the first opening of the template browser takes long on a small machine
         page.on("console", self._heard)
         page.on("pageerror", lambda error: self._note(f"{error}\n{getattr(error, 'stack', '')}"))
         # Nothing here leaves this machine.
@@ -115,7 +115,7 @@ class Front:
             """([type, part]) => app.graph.nodes.find(n => n.type === type)?.widgets
             ?.find(w => w.name === '$$node-text-preview')?.value?.includes(part)""",
             arg=[node_type, part],
-            timeout=20_000,
+            timeout=60_000,
         )
         return self.node_text(node_type)
 

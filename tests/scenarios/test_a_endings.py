@@ -42,8 +42,11 @@ def stopper(scene, stage, error):
     return patch, lambda model: None, hooks
 
 
-@pytest.mark.parametrize("kind", ["interrupt", "error", "out of memory", "keyboard"])
-@pytest.mark.parametrize("stage", ["block patch", "diffusion_model", "apply_model", "outer_sample", "double_blocks.1.img_attn.proj", "single_blocks.0.modulation.lin", "final_layer.linear"])
+STAGES = ["block patch", "diffusion_model", "apply_model", "outer_sample", "double_blocks.1.img_attn.proj", "single_blocks.0.modulation.lin", "final_layer.linear"]
+
+
+@pytest.mark.parametrize("stage, kind", [*((stage, "interrupt") for stage in STAGES), ("block patch", "error"), ("final_layer.linear", "error"), ("single_blocks.0.modulation.lin", "out of memory"), ("diffusion_model", "out of memory"),
+                                         ("double_blocks.1.img_attn.proj", "keyboard")])
 def test_a_run_that_does_not_end_leaves_the_next_ones_alone(scene, stage, kind):
     """B11, S8"""
     mm = scene.core.comfy.model_management

@@ -8,8 +8,7 @@ import torch
 pytestmark = pytest.mark.comfyui
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("guidance", [dict(), dict(cfg=2.5, negative=True)], ids=["cfg 1", "cfg 2.5"])
+@pytest.mark.parametrize("batch, guidance", [(1, {}), (2, {}), (3, {}), (8, {}), (1, dict(cfg=2.5, negative=True)), (2, dict(cfg=2.5, negative=True)), (4, dict(cfg=2.5, negative=True))], ids=str)
 def test_each_batch_size_equals_its_own_baseline(scene, batch, guidance):
     """B15, S2"""
     told = scene.same(scene.load(), batch=batch, width=40, height=56, text_tokens=7, **guidance)
@@ -70,8 +69,7 @@ def outcome(scene, model, **kwargs):
 
 
 @pytest.mark.parametrize("method", [None, "offset", "index", "uxo", "index_timestep_zero"])
-@pytest.mark.parametrize("latents", [1, 2])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("latents, batch", [(1, 1), (2, 1), (1, 2)])
 def test_kontext_reference_latents_with_each_method(scene, method, latents, batch):
     """B21, S3: with index_timestep_zero the modulation differs per token range and core writes slice by slice."""
     generator = torch.Generator().manual_seed(4)
@@ -167,7 +165,7 @@ def test_inpainting_with_a_noise_mask(scene):
     harness.assert_bits_equal(*results)
 
 
-@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m", "dpmpp_sde", "heun", "uni_pc", "lcm"])
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_2m", "heun", "uni_pc"])
 def test_every_sampler_gives_its_own_image(scene, sampler):
     """B23: second-order samplers call the model more than once a step."""
     told = scene.same(scene.load(), sampler_name=sampler, steps=3)
