@@ -11,7 +11,7 @@ import ctypes
 from . import build
 from .nvrtc import Launch
 from .proof import FusedOp
-from .slices import ceil_div, layout, why_not_plain
+from .slices import ceil_div, layout, why_not_plain, why_not_vectors
 
 ROWS, BLOCK = 4, 128  # ROWS as COPY_ROWS in cu/column_copy.cu
 
@@ -34,11 +34,9 @@ class ColumnCopy(FusedOp):
             return reason
         if out.shape != rows.shape or out.dtype != rows.dtype or out.device != rows.device:
             return f"out is {tuple(out.shape)} {out.dtype}, rows are {tuple(rows.shape)} {rows.dtype}"
-        for name, t in (("out", out), ("rows", rows)):
-            if t.shape[2] % 8 or t.stride(1) % 8 or t.data_ptr() % 16:
-                return f"{name} is not made of aligned 16-byte vectors"
-            if t.shape[0] > 1 and t.stride(0) != t.shape[1] * t.stride(1):
-                return f"rows of {name} are not evenly spaced over the batch"
+        reason = why_not_vectors("out", out, out.data_ptr()) or why_not_vectors("rows", rows, rows.data_ptr())
+        if reason:
+            return reason
         if ceil_div(out.shape[0] * out.shape[1], ROWS) > 65535:
             return f"{out.shape[0] * out.shape[1]} rows are more than one launch takes"
         return None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from . import build
 from .nvrtc import Launch
 from .proof import FusedOp
-from .slices import as_tensor, ceil_div, layout, pointer, why_not_plain
+from .slices import as_tensor, ceil_div, layout, pointer, why_not_plain, why_not_vectors
 
 ROWS = 4  # rows a thread takes, as GELU_ROWS in cu/gelu_concat.cu
 BLOCK = 128
@@ -47,11 +47,9 @@ class GeluConcat(FusedOp):
             return f"mlp is {tensor.dtype} on {tensor.device}, attention is {attention.dtype} on {attention.device}"
         if tensor.shape[:2] != attention.shape[:2]:
             return f"mlp is {tuple(tensor.shape)}, attention is {tuple(attention.shape)}"
-        for name, t, address in (("attention", attention, attention.data_ptr()), ("mlp", tensor, pointer(mlp))):
-            if t.shape[2] % 8 or t.stride(1) % 8 or address % 16:
-                return f"{name} is not made of aligned 16-byte vectors (width {t.shape[2]}, row stride {t.stride(1)})"
-            if t.shape[0] > 1 and t.stride(0) != t.shape[1] * t.stride(1):
-                return f"rows of {name} are not evenly spaced over the batch"
+        reason = why_not_vectors("attention", attention, attention.data_ptr()) or why_not_vectors("mlp", tensor, pointer(mlp))
+        if reason:
+            return reason
         if ceil_div(attention.shape[0] * attention.shape[1], ROWS) > 65535:
             return f"{attention.shape[0] * attention.shape[1]} rows are more than one launch takes"
         return None

@@ -76,3 +76,12 @@ def why_not_plain(name: str, tensor: torch.Tensor, ndim: int) -> str | None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         return f"the elements of {name} are not adjacent (stride {tensor.stride(-1)})"
     return None
+
+
+def why_not_vectors(name: str, tensor: torch.Tensor, address: int) -> str | None:
+    """Why `[B, L, D]` cannot be walked as B · L evenly spaced rows of 16-byte vectors from `address`, or None."""
+    if tensor.shape[2] % 8 or tensor.stride(1) % 8 or address % 16:
+        return f"{name} is not made of aligned 16-byte vectors (width {tensor.shape[2]}, row stride {tensor.stride(1)})"
+    if tensor.shape[0] > 1 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+        return f"rows of {name} are not evenly spaced over the batch"
+    return None
