@@ -13,8 +13,9 @@ from ..kernels import cublaslt
 from ..kernels.column_copy import column_copy
 from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
 from ..kernels.nvrtc import KernelError
-from .pending import Columns, Pending, real
+from .pending import Pending, real
 from .recognise import is_known_leaf
+from .values import Columns
 from .weights import give_back, take
 
 

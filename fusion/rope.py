@@ -6,7 +6,8 @@ import torch
 
 from ..kernels.proof import same_bits
 from ..kernels.qk_norm_rope import Stream, qk_norm_rope
-from .pending import JoinedHeads, NormedHead, real
+from .pending import real
+from .values import JoinedHeads, NormedHead
 from .weights import give_back, take
 
 

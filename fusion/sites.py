@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from .high import HighPlan, MlpColumns, is_touched
-from .pending import Chunk, Columns, Gelu, Head, Norm, NormedHead, real
+from .pending import real
 from .recognise import is_known_leaf, is_own_forward
 from .rope import AttentionLayouts
+from .values import Chunk, Columns, Gelu, Head, Norm, NormedHead
 
 
 class Shared:

@@ -11,8 +11,9 @@ from ..kernels.residual_gate import residual_gate
 from ..kernels.slices import ColumnSlice
 from . import weights
 from .high import MlpColumns, SplitProjection
-from .pending import TABLE, Chunk, Columns, Gated, Gelu, Head, JoinedHeads, Norm, NormedHead, OnePlus, real
+from .pending import TABLE, real
 from .rope import rope_pair, rope_single
+from .values import Chunk, Columns, Gated, Gelu, Head, JoinedHeads, Norm, NormedHead, OnePlus
 
 
 def plain(value) -> bool:

@@ -163,8 +163,10 @@ IMPORT = """
 
 
 def test_importing_is_quick_writes_nothing_and_touches_no_gpu():
-    runs = [fresh(IMPORT) for _ in range(2)]  # the first may have to compile; busy machines count up to twice the time, an idle one 0.06 s
-    assert min(r["took"] for r in runs) < 0.2, f"importing took {min(r['took'] for r in runs):.3f} s beyond torch"
+    runs = [fresh(IMPORT)]
+    while min(r["took"] for r in runs) >= 0.1 and len(runs) < 6:  # the first may have to compile, and a busy machine counts too much
+        runs.append(fresh(IMPORT))
+    assert min(r["took"] for r in runs) < 0.1, f"importing took {min(r['took'] for r in runs):.3f} s beyond torch"
     first = runs[0]
     assert first["writes"] == [] and not first["cuda"] and first["threads"] == 0
     assert not {"comfy", "server", "triton", "numpy.testing"} & set(first["new"])

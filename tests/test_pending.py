@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from flux_fast_path.fusion import pending, table  # noqa: F401  (the table registers itself)
 from flux_fast_path.fusion.high import MlpColumns, SplitProjection, UpProjection
-from flux_fast_path.fusion.pending import Chunk, Columns, Gated, Gelu, Head, JoinedHeads, Norm, NormedHead, OnePlus, real
+from flux_fast_path.fusion.pending import real
 from flux_fast_path.fusion.sites import Shared
+from flux_fast_path.fusion.values import Chunk, Columns, Gated, Gelu, Head, Heads, JoinedHeads, Norm, NormedHead, OnePlus
 from op_cases import bits_equal, values
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +69,7 @@ SUBJECTS = {
     "gelu-of-a-tensor": lambda: (Gelu(projection(), GELU), F.gelu(projection(), approximate="tanh")),
     "projection": lambda: (Columns(projection(), 0, 3 * WIDTH + 32, False), projection()),
     "columns": lambda: (Columns(projection(), 0, 3 * WIDTH, True), projection()[..., :3 * WIDTH]),
-    "heads": lambda: (pending.Heads(Columns(projection(), 0, 3 * WIDTH, True), HEADS, DIM), projection()[..., :3 * WIDTH].view(BATCH, TOKENS, 3, HEADS, DIM)),
+    "heads": lambda: (Heads(Columns(projection(), 0, 3 * WIDTH, True), HEADS, DIM), projection()[..., :3 * WIDTH].view(BATCH, TOKENS, 3, HEADS, DIM)),
     "head": lambda: (Head(projection(), WIDTH, HEADS, DIM), view_of_head(projection(), WIDTH)),
     "normed-head": lambda: (normed(projection()), RMS(view_of_head(projection(), 0))),
     "joined-heads": lambda: (JoinedHeads((normed(projection(2, 3)), normed(projection()))),

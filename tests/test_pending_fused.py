@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flux_fast_path.fusion import table  # noqa: F401  (the table registers itself)
-from flux_fast_path.fusion.pending import Chunk, Columns, Gated, Gelu, Norm, OnePlus, real
+from flux_fast_path.fusion.pending import real
+from flux_fast_path.fusion.values import Chunk, Columns, Gated, Gelu, Norm, OnePlus
 from flux_fast_path.kernels.proof import FusedOp
 from op_cases import bits_equal, values
 

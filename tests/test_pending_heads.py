@@ -2,8 +2,9 @@
 import pytest
 import torch
 from flux_fast_path.fusion import table
-from flux_fast_path.fusion.pending import TABLE, Head, JoinedHeads, NormedHead
+from flux_fast_path.fusion.pending import TABLE
 from flux_fast_path.fusion.sites import Shared
+from flux_fast_path.fusion.values import Head, JoinedHeads, NormedHead
 from flux_fast_path.kernels.proof import FusedOp
 from op_cases import bits_equal, eager_rope, eager_rope_pair, values
 from torch.overrides import handle_torch_function, has_torch_function

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from flux_fast_path.kernels.column_copy import column_copy
 from flux_fast_path.kernels.gelu_concat import gelu_concat
 from flux_fast_path.kernels.head_concat import head_concat
@@ -11,7 +10,6 @@ from flux_fast_path.kernels.linear_gelu import linear_gelu
 from flux_fast_path.kernels.qk_norm_rope import qk_norm_rope
 from flux_fast_path.kernels.residual_gate import residual_gate
 from flux_fast_path.kernels.slices import ColumnSlice
-
 from op_cases import eager_rope, qk_case
 
 BF16 = torch.bfloat16
