@@ -56,24 +56,26 @@ def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool
     Only the instance attribute `forward` is used, and only where there is none: a block that another pack has patched stays as it is.
     Removal is in `finally`, since ComfyUI's interrupt is not an `Exception`.
     """
-    before = plan.shared.begin(kinds, token_major, share_silu, note)
+    call = plan.shared.begin(kinds, token_major, share_silu, note)
     owned = []
     try:
         for text in plan.notes:
             note(text)
         for block, forward in plan.units:
             attributes = block.__dict__
+            if attributes.get("forward") is forward:
+                continue  # an outer or another thread's call has mounted it, and will restore it
             if "forward" in attributes:
                 note(f"a {type(block).__name__} has a forward of another pack and stays as it is")
             else:
                 owned.append((attributes, forward))
                 attributes["forward"] = forward
-        yield sum(block.__dict__["forward"] is forward for block, forward in plan.units[: sum(plan.blocks.values())])
+        yield sum(block.__dict__.get("forward") is forward for block, forward in plan.units[: sum(plan.blocks.values())])
     finally:
         for attributes, forward in owned:
             if attributes.get("forward") is forward:
                 del attributes["forward"]
-        plan.shared.begin(*before)
+        plan.shared.end(call)
 
 
 def why_not_call(base_model, x, transformer_options: dict) -> str | None:

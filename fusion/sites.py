@@ -17,22 +17,33 @@ from .recognise import is_known_leaf, is_own_forward
 from .rope import AttentionLayouts
 from .values import Chunk, Columns, Gelu, Head, Norm, NormedHead
 
+IDLE = (frozenset(), False, False, lambda text: None)
+
 
 class Shared:
     """What the leaves of one model share during a call. Apart from `Plan`, so that leaves and plan make no reference cycle."""
 
     def __init__(self, attention):
         self.layouts = AttentionLayouts(attention)
-        self.begin()
+        self._calls = []
+        self._apply()
 
-    def begin(self, kinds=frozenset(), token_major: bool = False, share_silu: bool = False, note=lambda text: None) -> tuple:
-        """Set what the leaves of a call may do; returns what was set before, for `begin(*before)` after it."""
-        before = getattr(self, "_set", ())
-        self._set = self.kinds, self.token_major, self.share_silu, self.note = kinds, token_major, share_silu, note
+    def begin(self, kinds=frozenset(), token_major: bool = False, share_silu: bool = False, note=lambda text: None) -> list:
+        """Set what the leaves of a call may do, until `end` is given what this returns. Calls may nest, and overlap in threads."""
         # token_major: whether attention may be asked for the other memory order
         # share_silu: whether every Modulation of this call sees the same, unwritten vec
+        call = [kinds, token_major, share_silu, note]
+        self._calls.append(call)
+        self._apply()
+        return call
+
+    def end(self, call: list) -> None:
+        self._calls = [c for c in self._calls if c is not call]
+        self._apply()
+
+    def _apply(self) -> None:
+        self.kinds, self.token_major, self.share_silu, self.note = self._calls[-1] if self._calls else IDLE
         self._silu = (None, None)
-        return before
 
     def silu(self, vec: torch.Tensor) -> torch.Tensor:
         """`silu(vec)` with the token axis core gives it; computed once a call where that is safe."""

@@ -189,6 +189,17 @@ def test_an_inner_call_does_not_change_the_choices_of_the_outer_one(patcher):
         assert (plan.shared.token_major, plan.shared.share_silu) == (False, False)
 
 
+def test_two_calls_that_overlap_without_nesting_end_as_they_began(patcher):
+    plan = session.plan_for(patcher.model.diffusion_model)
+    first, second = session.mounted(plan), session.mounted(plan)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    during = plan.shared.kinds
+    second.__exit__(None, None, None)
+    assert (during, plan.shared.kinds) == (session.KINDS, frozenset())
+
+
 def test_two_threads_run_two_models(fused):
     models = [reference_patcher("tiny", device=DEVICE, seed=s) for s in (1, 2)]
     wanted, got, errors = [run(m, steps=6, seed=3) for m in models], {}, []
