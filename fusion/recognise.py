@@ -158,21 +158,22 @@ def why_not_family(diffusion_model) -> str | None:
 
 def why_not_model(diffusion_model) -> str | None:
     """Why the fast path leaves this model alone as it stands now, or None if it is FLUX.1 (dev, schnell, Kontext, Fill, Redux, fine-tunes)."""
+    return why_not_code(diffusion_model) or why_not_structure(diffusion_model)
+
+
+def why_not_code(diffusion_model) -> str | None:
+    """The part that can change between two calls without any module being another: what runs, by class and by source."""
     reason = why_not_family(diffusion_model) or ("the model is compiled with torch.compile" if is_compiled(diffusion_model) else None)
     if reason:
         return reason
     doubles, singles = getattr(diffusion_model, "double_blocks", ()), getattr(diffusion_model, "single_blocks", ())
     if not len(doubles) or not len(singles):
         return "not FLUX.1: it has no double or no single blocks"
-    for kind, blocks, children in (("double", doubles, DOUBLE_CHILDREN), ("single", singles, SINGLE_CHILDREN)):
+    for kind, blocks in (("double", doubles), ("single", singles)):
         if len({type(b) for b in blocks}) != 1:
             return f"its {kind} blocks are of different classes (another pack replaced some)"
-        for block in blocks:
-            if getattr(block, "_compiled_call_impl", None) is not None or type(block).__name__ == "OptimizedModule":
-                return "its blocks are compiled with torch.compile"
-            missing = next((path for path in children if _child(block, path) is None), None)
-            if missing:
-                return f"not FLUX.1: a {kind} block has no {missing}"
+        if any(b._compiled_call_impl is not None for b in blocks) or type(blocks[0]).__name__ == "OptimizedModule":
+            return "its blocks are compiled with torch.compile"
     final = getattr(diffusion_model, "final_layer", None)
     try:
         names = type(doubles[0]).forward.__globals__
@@ -184,3 +185,13 @@ def why_not_model(diffusion_model) -> str | None:
     except (AttributeError, KeyError):
         known = False
     return None if known else "core version not recognised: the code of its FLUX blocks is not one that was checked"
+
+
+def why_not_structure(diffusion_model) -> str | None:
+    """The part that holds for as long as the blocks and what hangs on them are the same objects, so it is asked when a plan is made."""
+    for kind, blocks, children in (("double", diffusion_model.double_blocks, DOUBLE_CHILDREN), ("single", diffusion_model.single_blocks, SINGLE_CHILDREN)):
+        for block in blocks:
+            missing = next((path for path in children if _child(block, path) is None), None)
+            if missing:
+                return f"not FLUX.1: a {kind} block has no {missing}"
+    return None

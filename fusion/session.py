@@ -32,16 +32,23 @@ _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion mod
 _plans_lock = threading.Lock()
 
 
-def plan_for(diffusion_model) -> Plan:
-    """The model's leaves, found once, and again when a block or leaf is another object or a class has another forward than it had."""
+def current_plan(diffusion_model) -> Plan | None:
+    """The plan on record, unless a block or leaf is another object since, or a class has another forward than it had."""
+    found = _plans.get(diffusion_model)
     blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
+    return found[1] if found and found[0] == _made_from(blocks, found[1]) else None
+
+
+def plan_for(diffusion_model) -> Plan:
+    """The model's leaves, found once for as long as they stay what they are. The model is one that `recognise` knows."""
     with _plans_lock:
-        found = _plans.get(diffusion_model)
-        if found is None or found[0] != _made_from(blocks, found[1]):
+        plan = current_plan(diffusion_model)
+        if plan is None:
             plan = Plan(diffusion_model)
+            blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
             plan.classes = tuple({type(m) for b in blocks for m in b.modules()})
-            found = _plans[diffusion_model] = _made_from(blocks, plan), plan
-    return found[1]
+            _plans[diffusion_model] = _made_from(blocks, plan), plan
+    return plan
 
 
 def _made_from(blocks, plan: Plan) -> tuple:
@@ -78,18 +85,24 @@ def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool
         plan.shared.end(call)
 
 
-def why_not_call(base_model, x, transformer_options: dict) -> str | None:
-    """Why this model call runs as core runs it, or None."""
+def plan_or_reason(base_model, x, dtype: torch.dtype, transformer_options: dict) -> tuple[Plan | None, str | None]:
+    """The plan for this model call, or why it runs as core runs it. `dtype` is what the model computes in."""
     if torch.compiler.is_compiling() or "torch.compile" in transformer_options.get("wrappers", {}).get(APPLY_MODEL, {}):
-        return "the model is compiled with torch.compile"
-    reason = recognise.why_not_model(getattr(base_model, "diffusion_model", None))
+        return None, "the model is compiled with torch.compile"
+    diffusion_model = getattr(base_model, "diffusion_model", None)
+    reason = recognise.why_not_code(diffusion_model)
     if reason:
-        return reason
+        return None, reason
     if _torch_modules._global_forward_hooks or _torch_modules._global_forward_pre_hooks:
-        return "another pack watches every module through torch's global hooks"
+        return None, "another pack watches every module through torch's global hooks"
     if torch.is_grad_enabled():
-        return "gradients are being recorded (training)"
-    return why_not_device(x.device, compute_dtype(base_model))
+        return None, "gradients are being recorded (training)"
+    reason = why_not_device(x.device, dtype)
+    if reason:
+        return None, reason
+    plan = current_plan(diffusion_model)
+    reason = recognise.why_not_structure(diffusion_model) if plan is None else None
+    return (None, reason) if reason else (plan or plan_for(diffusion_model), None)
 
 
 def why_not_device(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -143,27 +156,29 @@ class Application:
         run.tier = options.get("tier", "lossless")
         run.steps += 1
         call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
+        plan = None
         try:
             base = executor.class_obj
-            run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(compute_dtype(base))[6:]
-            if not build.is_settled(x.device, compute_dtype(base)):
+            dtype = compute_dtype(base)
+            run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(dtype)[6:]
+            if not build.is_settled(x.device, dtype):
                 run.phase = "Building kernels…"
                 self.tell(run)
-            reason, run.phase = why_not_call(base, x, transformer_options), None
+            plan, reason = plan_or_reason(base, x, dtype, transformer_options)
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
             log.debug("the model could not be examined", exc_info=True)
             reason = f"the model could not be examined ({type(error).__name__})"
-        if reason:
+        run.phase = None
+        if plan is None:
             run.step_aside(reason)
             return executor(*call, **kwargs)
         register_comfy_kitchen()
-        plan = plan_for(base.diffusion_model)
         kinds, *sharing = choices(base.diffusion_model, transformer_options, kwargs, run)
         run.blocks, run.sites = plan.blocks, plan.sites
         if not options.get("fast_path"):  # only the tier's node is in the graph
             kinds, run.sites = frozenset(), {}
         if run.tier == "high":
-            kinds = with_high(kinds, plan, x.device, compute_dtype(base), run)
+            kinds = with_high(kinds, plan, x.device, dtype, run)
         first = run.fused_steps == 0
         with mounted(plan, kinds, *sharing, note=run.note) as run.mounted:
             result = executor(*call, **kwargs)
