@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 from . import check, comfy_core, environment, model, ops, results, sampler
+from .checkpoint import DTYPES
 from .progress import say
 from .subject import SIZES, WORDS, Subject, size_for
 from .tables import table
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN = {"check": ("check",), "ops": ("ops", "up"), "model": ("model", "arms", "step", "aims"), "sampler": ("sampler", "published")}
 TITLES = {
     "check": "Kernels against core's eager expressions", "ops": "Kernels: time", "up": "GELU up-projections: what tier \"high\" can win", "model": "A step of the whole transformer",
@@ -55,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=numbers, default=(1,), metavar="1,2")
     p.add_argument("--steps", type=int, help="of the sampler")
     p.add_argument("--repeats", type=int, help="rounds of model and ops, runs of the sampler (the first of which is dropped)")
+    p.add_argument("--checkpoint", type=Path, metavar="FILE", help="sampler only: a FLUX.1 file through ComfyUI's own loader, its memory managed as ComfyUI would")
+    p.add_argument("--leave-free", type=float, metavar="GIB", help="sampler only: hold GPU memory until no more than this is free, as on a smaller card")
     p.add_argument("--fuzz", type=int, metavar="N", help="random signatures per operation and dtype in check")
     p.add_argument("--seed", type=int, default=0, help="of the order in which arms run")
     p.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the model")
@@ -69,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv):
     options = parser().parse_args(argv)
+    if options.checkpoint and options.what != ["sampler"]:
+        parser().error("--checkpoint is for the sampler alone: python -m flux_fast_path.bench sampler --checkpoint FILE")
     if not options.what:
         options.what, options.quick = ["check", "ops", "model"], True
     if "all" in options.what:
@@ -89,7 +93,10 @@ def main(argv=None) -> int:
     options = parse(argv)
     device = pick_device(options.device)
     gpu = environment.Gpu(device)
-    core, why_no_core = (None, "--no-comfy") if options.no_comfy else comfy_core.load()
+    core, why_no_core = (None, "--no-comfy") if options.no_comfy else comfy_core.load(dynamic_vram=options.checkpoint is not None)
+    if options.checkpoint and core is None:
+        print(f"--checkpoint needs ComfyUI: {why_no_core}", file=sys.stderr)
+        return 2
     facts = environment.facts(device, gpu, core)
     found = results.new(facts)
     if options.into and options.into.exists():
@@ -101,15 +108,15 @@ def main(argv=None) -> int:
         found = earlier
     print("# FLUX Fast Path on record\n\n" + table(found, "environment"))
     if "model" in options.what or "sampler" in options.what:
-        size = options.model_size or size_for(device)
-        print(f"Model: {WORDS[size]}; {'ComfyUI ' + core.version_text if core else f'the reference transformer ({why_no_core})'}.")
+        words = options.checkpoint.name if options.checkpoint else WORDS[options.model_size or size_for(device)]
+        print(f"Model: {words}; {'ComfyUI ' + core.version_text if core else f'the reference transformer ({why_no_core})'}.")
     folder = options.out or (results.FOLDER if device.type == "cuda" else None)
     path = options.into or (folder and results.free_path(folder, results.file_name(facts)))
     subject, measured, failed = None, [], []
     for name in (n for n in results.SECTIONS if n in options.what):
         try:
             if name in ("model", "sampler"):
-                subject = subject or Subject(options.model_size or size_for(device), DTYPES[options.dtype], device, core, why_no_core)
+                subject = subject or Subject(options.model_size or size_for(device), DTYPES[options.dtype], device, core, why_no_core, options.checkpoint)
             section = measure(name, options, device, gpu, subject)
         except Exception:  # the other parts have their turn, and what was measured is kept
             traceback.print_exc()

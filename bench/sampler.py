@@ -67,7 +67,7 @@ def report_of(model):
 
 def make_room(subject) -> None:
     """Core counts weights that it has not loaded itself as still to come; give it a card with room for that, or the weights on the host."""
-    if subject.core is None or subject.device.type != "cuda":
+    if subject.core is None or subject.checkpoint or subject.device.type != "cuda":
         return
     weights = sum(p.numel() * p.element_size() for p in subject.transformer.parameters())
     torch.cuda.empty_cache()
@@ -77,10 +77,29 @@ def make_room(subject) -> None:
         torch.cuda.empty_cache()
 
 
+def ballast(device, leave_free):
+    """A tensor that leaves `leave_free` GiB of the card free; nothing where that is not asked for."""
+    if leave_free is None or device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    surplus = torch.cuda.mem_get_info(device)[0] - int(leave_free * GIB)
+    return torch.empty(surplus, dtype=torch.uint8, device=device) if surplus > 0 else None
+
+
+def words_of(subject, held, options) -> str:
+    """The sampler and how memory is managed."""
+    if subject.core is None:
+        return "the Euler sampler of bench/reference_patcher.py"
+    memory = "dynamic VRAM" if getattr(subject.patcher, "is_dynamic", lambda: False)() else "classic patcher"
+    free = f", {options.leave_free:g} GiB of the card left free" if held is not None else ""
+    return f"ComfyUI {subject.core.version_text}'s common_ksampler, {memory}{free}"
+
+
 def run(subject, options, gpu) -> dict:
     started, p, rng = time.perf_counter(), defaults(options, subject.device), random.Random(options.seed)
     make_room(subject)
-    sampler = f"ComfyUI {subject.core.version_text}'s common_ksampler, classic patcher" if subject.core else "the Euler sampler of bench/reference_patcher.py"
+    held = ballast(subject.device, options.leave_free)
+    sampler = words_of(subject, held, options)
     section = {"subject": subject.words, "sampler": f"{sampler}, euler, {p['steps']} steps, cfg 1", **p, "arms": {}, "clocks_before": gpu.clocks()}
     arms = {}
     for name, (model, claims) in arms_of(subject).items():
@@ -113,4 +132,5 @@ def run(subject, options, gpu) -> dict:
     section["not_fused"] = build.unavailable(subject.device, subject.dtype)
     section["left_behind"], section["clocks_after"] = left_behind(subject.transformer), gpu.clocks()
     section["seconds"] = time.perf_counter() - started
+    del held
     return section

@@ -23,14 +23,18 @@ def size_for(device: torch.device) -> str:
 class Subject:
     """`transformer` is called with reference_flux.example_inputs; `patcher` is the MODEL that nodes and samplers take."""
 
-    def __init__(self, size, dtype, device, core, why_no_core):
-        self.size, self.dtype, self.device, self.core = size, dtype, device, core
-        say(f"building {WORDS[size]} with random weights on {device}")
+    def __init__(self, size, dtype, device, core, why_no_core, checkpoint=None):
+        self.size, self.dtype, self.device, self.core, self.checkpoint = size, dtype, device, core, checkpoint
+        say(f"loading {checkpoint.name}" if checkpoint else f"building {WORDS[size]} with random weights on {device}")
         with torch.no_grad():
-            self.patcher = self._from_core() if core else self._reference()
+            self.patcher = self._from_file() if checkpoint else self._from_core() if core else self._reference()
         self.transformer = self.patcher.model.diffusion_model
         table.register_comfy_kitchen()
         table.register_rope(reference_flux.apply_rope, True)
+        if checkpoint:
+            self.dtype = self.patcher.model.manual_cast_dtype or self.patcher.model.get_dtype()
+            self.words = f"{checkpoint.name} through ComfyUI {core.version_text}'s UNETLoader, {str(self.dtype)[6:]}, on {device}"
+            return
         origin = f"ComfyUI {core.version_text}'s own Flux class" if core else f"the reference transformer of bench/reference_flux.py ({why_no_core})"
         self.words = f"{origin}, {WORDS[size]}, {str(dtype)[6:]}, random weights, on {device}"
 
@@ -46,6 +50,12 @@ class Subject:
         base.diffusion_model.requires_grad_(False).train(False)
         randomise(base.diffusion_model)
         return comfy.model_patcher.ModelPatcher(base, load_device=self.device, offload_device=torch.device("cpu"))
+
+    def _from_file(self):
+        """What a user's graph has: the file through core's own loader node."""
+        folder, name = str(self.checkpoint.resolve().parent), self.checkpoint.name
+        self.core.folder_paths.add_model_folder_path("diffusion_models", folder, is_default=True)
+        return self.core.nodes.UNETLoader().load_unet(name, "default")[0]
 
     def _reference(self):
         return ReferencePatcher(ReferenceModel(reference_flux.reference_flux(self.size, self.dtype, self.device)))

@@ -26,6 +26,15 @@ def why_not_patcher(model) -> str | None:
     return f"{type(model).__name__} is not a ComfyUI MODEL" if missing else None
 
 
+def stood_aside(title: str, model, node_id) -> bool:
+    """Whether `model` is none that we can shape; if so, log and node say why."""
+    reason = why_not_patcher(model) or session.why_not_apply(model)
+    if reason:
+        log.warning("%s stepped aside: %s. The model is passed through unchanged.", title, reason)
+        status.show_text(node_id, f"Stepped aside: {reason}. Image unaffected.")
+    return reason is not None
+
+
 class FluxFastPath:
     """Clones the model and adds one wrapper; everything else happens while it samples."""
 
@@ -54,14 +63,7 @@ class FluxFastPath:
         if not enabled:
             status.show_text(unique_id, "Off. Image unaffected.")
             return (model,)
-        reason = why_not_patcher(model)
-        if reason:
-            log.warning("FLUX Fast Path stepped aside: %s. The model is passed through unchanged.", reason)
-            status.show_text(unique_id, f"Stepped aside: {reason}. Image unaffected.")
-            return (model,)
-        reason = session.why_not_apply(model)
-        if reason:
-            status.show_text(unique_id, f"Stepped aside: {reason}. Image unaffected.")
+        if stood_aside("FLUX Fast Path", model, unique_id):
             return (model,)
         status.show_text(unique_id, "Ready. Kernels are built and proven at the first step.")
         return (session.apply(model, publish, unique_id, fast_path=True),)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from ..fusion import session
 from . import status
-from .fast_path import publish, why_not_patcher
-
-log = logging.getLogger("flux_fast_path")
+from .fast_path import publish, stood_aside
 
 
 class FluxQualityTier:
@@ -36,10 +32,7 @@ class FluxQualityTier:
         }
 
     def apply(self, model, quality="lossless", unique_id=None):
-        reason = why_not_patcher(model) or session.why_not_apply(model)
-        if reason:
-            log.warning("FLUX Quality Tier stepped aside: %s. The model is passed through unchanged.", reason)
-            status.show_text(unique_id, f"Stepped aside: {reason}. Image unaffected.")
+        if stood_aside("FLUX Quality Tier", model, unique_id):
             return (model,)
         status.show_text(unique_id, "lossless: bit-identical." if quality == "lossless" else "high: mounts while sampling.")
         return (session.apply(model, publish, unique_id, tier=quality),)

@@ -4,113 +4,29 @@ Environment: COMFYUI_PATH (a checkout of 0.3.64 or newer) and FLUX_FAST_PATH_COM
 "--disable-dynamic-vram" or "--bf16-unet"). One process holds one core with one set of switches.
 """
 import contextlib
-import logging
 import os
-import shlex
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from flux_fast_path.bench.reference_flux import reference_flux
+from flux_fast_path.bench import checkpoint, comfy_core
 from safetensors.torch import load_file, save_file
 
 CONTEXT_DIM, POOLED_DIM = 64, 32   # the tiny checkpoint's; core reads both from the tensors
-_loaded = None
 
 
 def why_not():
-    path = os.environ.get("COMFYUI_PATH")
-    if not path:
-        return "COMFYUI_PATH is not set: no ComfyUI checkout to test against"
-    if not (Path(path) / "comfy" / "ldm" / "flux" / "model.py").is_file():
-        return f"COMFYUI_PATH={path} holds no comfy/ldm/flux/model.py"
-    return None
-
-
-def core_arguments():
-    extra = shlex.split(os.environ.get("FLUX_FAST_PATH_COMFY_ARGS", ""))
-    if torch.cuda.is_available():
-        return extra
-    # On a CPU core would choose its sub-quadratic attention, which no NVIDIA user ever runs.
-    attention = [] if any("attention" in a for a in extra) else ["--use-pytorch-cross-attention"]
-    return ["--cpu"] + attention + extra
+    reason = comfy_core.why_not()
+    return reason and f"{reason}: no ComfyUI checkout to test against"
 
 
 def import_comfy():
-    """Core's modules and facts: path, version, nodes, folder_paths, device, dynamic_vram, and `comfy` (the package)."""
-    global _loaded
-    if _loaded is not None:
-        return _loaded
-    path = str(Path(os.environ["COMFYUI_PATH"]).resolve())
-    sys.path.insert(0, path)   # it stays: core imports lazily
-    for name in ("comfy", "nodes", "folder_paths", "server"):
-        found = getattr(sys.modules.get(name), "__file__", None)
-        if found and not found.startswith(path):
-            raise RuntimeError(f"a module named {name!r} from {found} is already imported and would stand in for core's")
-    argv, handlers, level = sys.argv, logging.root.handlers[:], logging.root.level
-    sys.argv = ["main.py"] + core_arguments()
-    try:
-        import comfy.options
-        comfy.options.enable_args_parsing()   # without it core parses an empty command line
-        from comfy.cli_args import args
-        dynamic = _prepare_dynamic_vram()
-        import comfy.model_management
-        import comfy.sample
-        import comfy.sd
-        import comfyui_version
-        import folder_paths
-
-        import nodes
-        dynamic = dynamic and _switch_on_dynamic_vram(args)
-    finally:
-        sys.argv, logging.root.handlers[:] = argv, handlers
-        logging.root.setLevel(level)
-    comfy.utils.set_progress_bar_enabled(False)
-    version = tuple(int(n) for n in comfyui_version.__version__.split(".")[:3])
-    _loaded = SimpleNamespace(path=path, version=version, comfy=comfy, nodes=nodes, folder_paths=folder_paths, args=args,
-                              device=comfy.model_management.get_torch_device(), dynamic_vram=dynamic)
-    return _loaded
-
-
-def _prepare_dynamic_vram():
-    """First half of what core's main.py does before it imports the rest; false where this core or this machine has none."""
-    import comfy.cli_args
-    if not getattr(comfy.cli_args, "enables_dynamic_vram", lambda: False)() or not torch.cuda.is_available():
-        return False
-    import comfy_aimdo.control
-    comfy_aimdo.control.init()
-    return True
-
-
-def _switch_on_dynamic_vram(args):
-    """Second half: without it a core imported as a library keeps the classic patcher, whatever its switches say."""
-    import comfy.memory_management
-    import comfy.model_management as mm
-    import comfy.model_patcher
-    import comfy_aimdo.control
-    if not mm.is_nvidia():
-        return False
-    if hasattr(comfy_aimdo.control, "init_devices") and hasattr(mm, "get_all_torch_devices"):
-        devices = [d.index for d in mm.get_all_torch_devices()]
-        try:
-            ready = comfy_aimdo.control.init_devices((d, int(args.vram_headroom * 1024 ** 3)) for d in devices)
-        except TypeError:   # comfy-aimdo before headroom became an argument
-            ready = comfy_aimdo.control.init_devices(d for d in devices)
-    else:
-        ready = comfy_aimdo.control.init_device(mm.get_torch_device().index)
-    if ready:
-        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
-        comfy.memory_management.aimdo_enabled = True
-    return bool(ready)
+    return comfy_core.import_core(dynamic_vram=True)
 
 
 def write_tiny_flux_checkpoint(path, seed=0, dtype=torch.bfloat16, hidden=256, depth=2, single=3, guidance=True):
-    """A FLUX.1 file as Black Forest Labs names its keys (norms are `.scale`), small and random. Returns the path as a string."""
-    model = reference_flux("tiny", dtype, seed=seed, hidden_size=hidden, num_heads=hidden // 128, depth=depth, depth_single_blocks=single,
-                           context_in_dim=CONTEXT_DIM, vec_in_dim=POOLED_DIM, guidance_embed=guidance)
-    save_file({k.replace("_norm.weight", "_norm.scale"): v.contiguous() for k, v in model.state_dict().items()}, str(path))
-    return str(path)
+    """A FLUX.1 file, small and random. Returns the path as a string."""
+    return checkpoint.write(path, "tiny", dtype, seed, hidden_size=hidden, num_heads=hidden // 128, depth=depth, depth_single_blocks=single,
+                            context_in_dim=CONTEXT_DIM, vec_in_dim=POOLED_DIM, guidance_embed=guidance)
 
 
 def write_tiny_lora(path, seed=0, rank=4, hidden=256, amount=0.5, dtype=torch.bfloat16):
