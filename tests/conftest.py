@@ -1,4 +1,4 @@
-"""Fixtures of the real-ComfyUI suite. COMFYUI_PATH names a checkout; without it those tests skip and everything else runs."""
+"""Fixtures of every suite. COMFYUI_PATH names a checkout for the real-ComfyUI one; without it those tests skip and everything else runs."""
 import os
 import sys
 
@@ -9,6 +9,7 @@ import torch
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 
 import comfy_harness  # noqa: E402
+from fusion_scene import fused, inference, one_thread, patcher  # noqa: E402, F401  (a fixture is known where a conftest names it)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,69 +1,15 @@
 """The node as a user applies it, what it refuses, and the report of a run."""
 import re
 
-import comfy_harness as harness
 import pytest
 import torch
 from comfy_harness import assert_bits_equal
-from flux_fast_path.bench import reference_flux
-from flux_fast_path.bench.reference_patcher import APPLY_MODEL, OUTER_SAMPLE, reference_patcher
-from flux_fast_path.fusion import report, session, table
-from flux_fast_path.kernels.proof import FusedOp
+from flux_fast_path.bench.reference_patcher import APPLY_MODEL, OUTER_SAMPLE
+from flux_fast_path.fusion import report, session
 from flux_fast_path.nodes.fast_path import FluxFastPath
+from fusion_scene import assert_same, ours, report_of, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-table.register_rope(reference_flux.apply_rope, True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny operations gain nothing from threads, and lose tenfold when other processes use the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Leaves are mounted on a CPU too, where every operation then runs its reference; what is returned counts the operations."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(session, "why_not_device", lambda device, dtype: None)
-    counts, run = {}, FusedOp.__call__
-
-    def counted(self, *args):
-        counts[self.name] = counts.get(self.name, 0) + 1
-        return run(self, *args)
-
-    monkeypatch.setattr(FusedOp, "__call__", counted)
-    return counts
-
-
-@pytest.fixture
-def patcher():
-    return reference_patcher("tiny", device=DEVICE)
-
-
-def ours(model):
-    return FluxFastPath().apply(model, True, unique_id="7")[0]
-
-
-def run(model, batch=1, height=64, width=64, text_tokens=16, steps=2, seed=0, callback=None, **conditions):
-    latent = torch.zeros(batch, 16, height // 8, width // 8)
-    return model.sample(latent, steps, {**model.random_conditions(batch, text_tokens, seed), **conditions}, seed, callback)
-
-
-def report_of(model):
-    """The report of the newest run of this application."""
-    return model.wrappers[OUTER_SAMPLE][session.KEY][0].__self__.run.to_dict()
-
-
-def assert_same(model, **kwargs):
-    wanted, before = run(model, **kwargs), harness.snapshot(model)
-    mine = ours(model)
-    assert_bits_equal(run(mine, **kwargs), wanted)
-    harness.assert_untouched(model, before)
-    return report_of(mine)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_applying_twice_is_applying_once(fused, patcher):
@@ -72,7 +18,7 @@ def test_applying_twice_is_applying_once(fused, patcher):
         assert len(twice.get_wrappers(kind, session.KEY)) == 1 and not patcher.get_wrappers(kind, session.KEY)
     fused.clear()
     assert_bits_equal(run(twice), wanted)
-    assert fused["residual_gate"] == 22 and "flux_fast_path" not in patcher.model_options["transformer_options"]
+    assert fused.count("residual_gate") == 22 and "flux_fast_path" not in patcher.model_options["transformer_options"]
 
 
 def test_switched_off_it_passes_the_very_model_on(patcher):

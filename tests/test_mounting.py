@@ -8,64 +8,11 @@ import pytest
 import torch
 from comfy_harness import assert_bits_equal
 from flux_fast_path.bench import reference_flux
-from flux_fast_path.bench.reference_patcher import APPLY_MODEL, OUTER_SAMPLE, reference_patcher
-from flux_fast_path.fusion import session, table
-from flux_fast_path.kernels.proof import FusedOp
-from flux_fast_path.nodes.fast_path import FluxFastPath
+from flux_fast_path.bench.reference_patcher import APPLY_MODEL, reference_patcher
+from flux_fast_path.fusion import session
+from fusion_scene import DEVICE, assert_same, noise, ours, report_of, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-table.register_rope(reference_flux.apply_rope, True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny operations gain nothing from threads, and lose tenfold when other processes use the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Leaves are mounted on a CPU too, where every operation then runs its reference; what is returned counts the operations."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(session, "why_not_device", lambda device, dtype: None)
-    counts, run = {}, FusedOp.__call__
-
-    def counted(self, *args):
-        counts[self.name] = counts.get(self.name, 0) + 1
-        return run(self, *args)
-
-    monkeypatch.setattr(FusedOp, "__call__", counted)
-    return counts
-
-
-@pytest.fixture
-def patcher():
-    return reference_patcher("tiny", device=DEVICE)
-
-
-def ours(model):
-    return FluxFastPath().apply(model, True, unique_id="7")[0]
-
-
-def run(model, batch=1, height=64, width=64, text_tokens=16, steps=2, seed=0, callback=None, **conditions):
-    latent = torch.zeros(batch, 16, height // 8, width // 8)
-    return model.sample(latent, steps, {**model.random_conditions(batch, text_tokens, seed), **conditions}, seed, callback)
-
-
-def report_of(model):
-    """The report of the newest run of this application."""
-    return model.wrappers[OUTER_SAMPLE][session.KEY][0].__self__.run.to_dict()
-
-
-def assert_same(model, **kwargs):
-    wanted, before = run(model, **kwargs), harness.snapshot(model)
-    mine = ours(model)
-    assert_bits_equal(run(mine, **kwargs), wanted)
-    harness.assert_untouched(model, before)
-    return report_of(mine)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- bits ---
@@ -81,20 +28,18 @@ def test_latents_are_bit_identical(fused, shape, core, dtype):
     model = reference_patcher("tiny", dtype, DEVICE, **core)
     assert_same(model, batch=batch, height=height, width=width, text_tokens=text_tokens)
     expected = {"residual_gate": 22, "layer_norm_modulate": 24, "gelu_concat": 6, **({} if "old_core" in core else {"head_concat": 4})}
-    assert DEVICE == "cuda" and dtype == torch.float32 or {k: fused.get(k) for k in expected} == expected
+    assert DEVICE == "cuda" and dtype == torch.float32 or {k: fused.count(k) for k in expected} == expected
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("what", ["mask", "modulation_dims", "control", "control-short", "no-guidance", "no-pooled"])
 def test_what_conditioning_brings_is_bit_identical(fused, patcher, what, batch):
-    def noise(*shape):
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.bfloat16)
-
     mask = torch.zeros(1, 32, 32)
     mask[:, 16:, :9] = -1e4
     assert_same(patcher, batch=batch, **{
         "mask": {"attention_mask": mask.to(DEVICE, torch.bfloat16)}, "modulation_dims": {"modulation_dims": [(0, 9, 0), (9, 16, 1)]},
-        "control": {"control": {"input": [noise(batch, 16, 256), None], "output": [noise(batch, 16, 256)] * 3}}, "control-short": {"control": {"input": [noise(batch, 5, 256)], "output": [None, noise(batch, 7, 256)]}},
+        "control": {"control": {"input": [noise(batch, 16, 256, seed=3), None], "output": [noise(batch, 16, 256, seed=3)] * 3}},
+        "control-short": {"control": {"input": [noise(batch, 5, 256, seed=3)], "output": [None, noise(batch, 7, 256, seed=3)]}},
         "no-guidance": {"guidance": None}, "no-pooled": {"y": None},
     }[what])
 
@@ -237,7 +182,7 @@ def test_a_plan_is_made_again_when_blocks_are_others(fused, patcher):
     assert session.plan_for(transformer) is not first
     fused.clear()
     assert_same(patcher)
-    assert fused["residual_gate"] == 22
+    assert fused.count("residual_gate") == 22
 
 
 def test_neither_plan_nor_application_keeps_the_model(fused):

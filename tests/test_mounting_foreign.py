@@ -5,58 +5,33 @@ import types
 import weakref
 
 import comfy_harness as harness
+import fusion_scene
 import pytest
 import torch
 from comfy_harness import assert_bits_equal
 from flux_fast_path.bench import reference_flux
-from flux_fast_path.bench.reference_patcher import OUTER_SAMPLE, reference_patcher
-from flux_fast_path.fusion import session, table
 from flux_fast_path.fusion.pending import Pending
-from flux_fast_path.nodes.fast_path import FluxFastPath
+from fusion_scene import DEVICE, ours, report_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-table.register_rope(reference_flux.apply_rope, True)
+pytestmark = pytest.mark.usefixtures("one_thread", "fused")
+run = functools.partial(fusion_scene.run, batch=2, text_tokens=7)
 KINDS = {"modulation": "double_blocks.0.img_mod", "modulation-single": "single_blocks.1.modulation", "norm1": "double_blocks.0.img_norm1", "norm2": "double_blocks.1.txt_norm2", "qkv": "double_blocks.0.txt_attn.qkv",
          "qk-norm": "double_blocks.1.img_attn.norm", "query-norm": "double_blocks.0.img_attn.norm.query_norm", "key-norm-single": "single_blocks.0.norm.key_norm", "linear1": "single_blocks.0.linear1",
          "pre-norm": "single_blocks.2.pre_norm", "qk-norm-single": "single_blocks.1.norm", "gelu": "single_blocks.0.mlp_act", "final-norm": "final_layer.norm_final",
          "proj": "double_blocks.0.img_attn.proj", "mlp": "double_blocks.0.img_mlp", "linear2": "single_blocks.0.linear2"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def fused(monkeypatch):
-    """Leaves are mounted on a CPU too, where every operation then runs its reference."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(session, "why_not_device", lambda device, dtype: None)
-
-
-@pytest.fixture
-def patcher():
-    return reference_patcher("tiny", device=DEVICE)
-
-
 def leaf(patcher, kind):
     return patcher.model.diffusion_model.get_submodule(KINDS[kind])
-
-
-def run(model, steps=2):
-    return model.sample(torch.zeros(2, 16, 8, 8), steps, model.random_conditions(2, 7))
 
 
 def compare(patcher):
     """The run with us equals the run without us; the report of it."""
     wanted = run(patcher)
-    mine = FluxFastPath().apply(patcher, True, unique_id="7")[0]
+    mine = ours(patcher)
     assert_bits_equal(run(mine), wanted)
     assert_bits_equal(run(patcher), wanted)
-    return mine.wrappers[OUTER_SAMPLE][session.KEY][0].__self__.run.to_dict()
+    return report_of(mine)
 
 
 def change(result):
@@ -179,7 +154,7 @@ def test_a_forward_captured_while_we_were_mounted_is_cores_afterwards(patcher, p
             module.forward = lambda *args, captured=module.forward, **kwargs: captured(*args, **kwargs)
 
     with transformer.get_submodule(seen_from).register_forward_pre_hook(patch_once):
-        assert_bits_equal(run(FluxFastPath().apply(patcher, True, unique_id="7")[0]), plain)
+        assert_bits_equal(run(ours(patcher)), plain)
     results = []
     with module.register_forward_hook(lambda m, args, result: results.append(type(result))):
         assert_bits_equal(run(patcher), plain)
