@@ -5,38 +5,14 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from flux_fast_path.fusion import table  # noqa: F401  (the table registers itself)
 from flux_fast_path.fusion.pending import real
 from flux_fast_path.fusion.values import Chunk, Columns, Gated, Gelu, Norm, OnePlus
-from flux_fast_path.kernels.proof import FusedOp
-from op_cases import bits_equal, values
+from fusion_scene import DEVICE, noise
+from op_cases import bits_equal
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("inference")
 BATCH, WIDTH = 2, 128
 NORM, GELU = torch.nn.LayerNorm(WIDTH, eps=1e-6, elementwise_affine=False), torch.nn.GELU(approximate="tanh")
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Names of the fused operations in the order they were asked for."""
-    calls, run = [], FusedOp.__call__
-
-    def counted(self, *args):
-        calls.append(self.name)
-        return run(self, *args)
-
-    monkeypatch.setattr(FusedOp, "__call__", counted)
-    return calls
-
-
-def noise(*shape, seed=0, dtype=torch.bfloat16):
-    return values(*shape, dtype=dtype, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed), special=False)
 
 
 def modulation(parts=6, batch=BATCH):

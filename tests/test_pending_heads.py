@@ -5,37 +5,14 @@ from flux_fast_path.fusion import table
 from flux_fast_path.fusion.pending import TABLE
 from flux_fast_path.fusion.sites import Shared
 from flux_fast_path.fusion.values import Head, JoinedHeads, NormedHead
-from flux_fast_path.kernels.proof import FusedOp
-from op_cases import bits_equal, eager_rope, eager_rope_pair, values
+from fusion_scene import DEVICE, noise
+from op_cases import bits_equal, eager_rope, eager_rope_pair
 from torch.overrides import handle_torch_function, has_torch_function
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("inference")
 BATCH, HEADS, DIM = 2, 2, 64
 WIDTH = HEADS * DIM
 RMS = [torch.nn.RMSNorm(DIM, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False) for _ in range(2)]
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    """Names of the fused operations in the order they were asked for."""
-    calls, run = [], FusedOp.__call__
-
-    def counted(self, *args):
-        calls.append(self.name)
-        return run(self, *args)
-
-    monkeypatch.setattr(FusedOp, "__call__", counted)
-    return calls
-
-
-def noise(*shape, seed=0, dtype=torch.bfloat16):
-    return values(*shape, dtype=dtype, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed), special=False)
 
 
 def heads(base, start):
