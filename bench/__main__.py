@@ -172,6 +172,9 @@ def remarks(name: str, section: dict):
             yield "GPU time of kernels (torch.profiler) over operands that rotate through more memory than the L2; `eager` is core's own expression on the same operands."
     else:
         yield f"Measured: {section['subject']}" + (f"; {section['sampler']}" if name == "sampler" else "") + "."
+        for arm, found in section.get("arms", {}).items():
+            if any((found.get("launches") or {}).values()):
+                yield f"{arm}, fused launches a step: " + ", ".join(f"{op} {n / section['steps']:g}" for op, n in found["launches"].items()) + "."
         if not section["fused"]:
             yield f"Nothing was fused: {section['not_fused'] or 'see the notes'}."
         for reasons in {str(p.get("not_fused")): p["not_fused"] for p in section.get("points", []) if p.get("not_fused")}.values():

@@ -10,7 +10,9 @@ QUICK = ["sampler", "--device", "cuda" if torch.cuda.is_available() else "cpu", 
 
 
 @pytest.mark.comfyui
-def test_a_file_is_sampled_with_and_without_the_node(tmp_path, tiny_checkpoint, capsys):
+def test_a_file_is_sampled_with_and_without_the_node(comfy, tmp_path, tiny_checkpoint, capsys):
+    if comfy.version < (0, 4):
+        pytest.skip("this core takes FLUX.1-dev's widths for granted")
     assert bench.main([*QUICK, "--checkpoint", tiny_checkpoint, "--leave-free", "8", "--out", str(tmp_path)]) == 0
     section = json.loads(next(tmp_path.iterdir()).read_text())["sections"]["sampler"]
     assert section["identical"] and "UNETLoader" in section["subject"] and not section["left_behind"]

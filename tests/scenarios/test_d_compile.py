@@ -14,9 +14,7 @@ def small(scene):
     torch._dynamo.utils.counters.clear()
     model = harness.load_flux(scene.write(31, depth=1, single=1), compute_dtype=None if torch.cuda.is_available() else torch.bfloat16)
     if scene.core.dynamic_vram:
-        scene.sample(compiled(model))  # weights that are still on their way make graphs of their own
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        scene.sample(model)  # weights that are still on their way make graphs of their own
     yield model
     torch._dynamo.reset()
 
