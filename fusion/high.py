@@ -29,7 +29,7 @@ def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
     if not is_known_leaf("GELU", activation) or activation.approximate != "tanh":
         return f"the activation is {type(activation).__name__}"
     if not is_known_leaf("Linear", linear):
-        return f"a Linear is a {type(linear).__qualname__} (quantised or of another pack)"
+        return f"a Linear is a {type(linear).__qualname__} (of a quantised file or of another pack)"
     for module in (linear, activation):
         if is_touched(module):
             return f"a {type(module).__name__} is patched by another pack"

@@ -11,7 +11,7 @@
     outcome               "running" | "finished" | "interrupted" | "error"
     state                 "fused" | "stepped_aside"
     reason                why it stepped aside (whole run), else None
-    model, gpu, dtype     "Flux", "NVIDIA H200", "bfloat16"; None until known
+    model, gpu, dtype     "Flux", "NVIDIA H200" (or "2 × NVIDIA H200"), "bfloat16"; None until known
     core, torch           "0.29.0", "2.11.0+cu130"
     tier                  "lossless" | "high": what was asked for
     high                  None, or {"state": "mounted" | "stepped_aside", "sites": int, "of": int, "reasons": [str],
@@ -32,7 +32,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections import Counter
 
 import torch
 
@@ -55,11 +57,31 @@ class Run:
         self.number, self.token, self.tier = next(_numbers), token, tier
         self.started, self._clock, self.seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter(), 0.0
         self.outcome, self.reason, self.phase = "running", None, None
-        self.model = self.device = self.dtype = None
+        self.model = self.dtype = None
+        self.devices: list = []  # core can split one run over several GPUs, a thread each
+        self._lock = threading.Lock()
         self.blocks, self.sites, self.steps, self.fused_steps, self.mounted = {"double": 0, "single": 0}, {}, 0, 0, 0
         self.notes: dict[str, None] = {}  # a set that keeps its order
         self.high = None
         self._before = _launches()
+
+    def count_call(self) -> None:
+        """One call of the model begins."""
+        with self._lock:
+            self.steps += 1
+
+    def describe(self, model: str, device: torch.device, dtype: str) -> None:
+        """What that call runs on."""
+        with self._lock:
+            self.model, self.dtype = model, dtype
+            if device not in self.devices:
+                self.devices.append(device)
+
+    def count_fused(self) -> bool:
+        """One call of the model has ended with the leaves mounted; whether it was the run's first."""
+        with self._lock:
+            self.fused_steps += 1
+            return self.fused_steps == 1
 
     def step_aside(self, reason: str) -> None:
         self.reason = reason
@@ -71,9 +93,9 @@ class Run:
         self.outcome, self.seconds = outcome, time.perf_counter() - self._clock
 
     def launches(self) -> list[tuple]:
-        """(plan, launches in this run) for every plan of this run's device that was used."""
+        """(plan, launches in this run) for every plan of this run's devices that was used."""
         now = _launches()
-        return [(plan, count - self._before.get(plan, 0)) for plan, count in now.items() if plan.device == self.device or self.device is None]
+        return [(plan, count - self._before.get(plan, 0)) for plan, count in now.items() if plan.device in self.devices or not self.devices]
 
     def _ops(self) -> list[dict]:
         found, used = [], self.launches()
@@ -93,20 +115,21 @@ class Run:
         return found
 
     def _verdicts(self):
-        return [v for op in REGISTRY.values() for (device, *_), v in list(op.verdicts.items()) if device == self.device]
+        return [v for op in REGISTRY.values() for (device, *_), v in list(op.verdicts.items()) if device in self.devices]
 
     def to_dict(self) -> dict:
         """The report. See the module for its keys."""
         from .. import __version__
 
         ops = self._ops()
-        high = self.high and {**self.high, "max_relative_error": REGISTRY["linear_gelu"].errors.get(self.device)}
+        errors = [error for device, error in REGISTRY["linear_gelu"].errors.items() if device in self.devices]
+        high = self.high and {**self.high, "max_relative_error": max(errors, default=None)}
         saved = [op["saved_ms_per_step"] for op in ops if op["saved_ms_per_step"] is not None]
         seconds = self.seconds or time.perf_counter() - self._clock
         report = {
             "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "started": self.started,
             "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if self.reason else "fused", "reason": self.reason,
-            "model": self.model, "gpu": gpu_name(self.device), "dtype": self.dtype, "core": core_version(), "torch": torch.__version__,
+            "model": self.model, "gpu": gpu_names(self.devices), "dtype": self.dtype, "core": core_version(), "torch": torch.__version__,
             "tier": self.tier, "high": high, "blocks": dict(self.blocks), "blocks_mounted": self.mounted, "steps": self.steps, "ops": ops,
             "saved_ms_per_step": round(sum(saved), 2) if saved else None,
             "ms_per_step": round(seconds * 1e3 / self.steps, 2) if self.steps else None,
@@ -117,10 +140,10 @@ class Run:
         return report
 
 
-def gpu_name(device) -> str | None:
-    if device is None:
-        return None
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+def gpu_names(devices) -> str | None:
+    """ "NVIDIA H200", "2 × NVIDIA H200", "NVIDIA H200 + NVIDIA L4", "CPU"; None before the first call of the model."""
+    names = Counter(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper() for device in devices)
+    return " + ".join(name if count == 1 else f"{count} × {name}" for name, count in names.items()) or None
 
 
 def core_version() -> str | None:

@@ -154,13 +154,13 @@ class Application:
             self.run = Run(self.token)  # somebody calls the model without the sampler
         run, options = self.run, transformer_options.get(KEY) or {}
         run.tier = options.get("tier", "lossless")
-        run.steps += 1
+        run.count_call()
         call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
         plan = None
         try:
             base = executor.class_obj
             dtype = compute_dtype(base)
-            run.model, run.device, run.dtype = type(base.diffusion_model).__name__, x.device, str(dtype)[6:]
+            run.describe(type(base.diffusion_model).__name__, x.device, str(dtype)[6:])
             if not build.is_settled(x.device, dtype):
                 run.phase = "Building kernels…"
                 self.tell(run)
@@ -179,11 +179,9 @@ class Application:
             kinds, run.sites = frozenset(), {}
         if run.tier == "high":
             kinds = with_high(kinds, plan, x.device, dtype, run)
-        first = run.fused_steps == 0
         with mounted(plan, kinds, *sharing, note=run.note) as run.mounted:
             result = executor(*call, **kwargs)
-        run.fused_steps += 1
-        if first:
+        if run.count_fused():
             self.tell(run)
         return result
 

@@ -98,10 +98,13 @@ class Plan:
         self.places += [block._modules, *(m._modules for m in block._modules.values() if m is not None)]
 
     def _add(self, leaves, kind, module, make):
+        stranger = type(module)
         if kind in self._classes:
-            known = type(module) is self._classes[kind] and is_own_forward(type(module))
-            if kind == "qk":  # older cores had an RMSNorm of their own
-                known = known and is_known_leaf("RMSNorm", module.query_norm) and is_known_leaf("RMSNorm", module.key_norm)
+            known = stranger is self._classes[kind] and is_own_forward(stranger)
+            if known and kind == "qk":
+                unknown = [type(n) for n in (module.query_norm, module.key_norm) if not is_known_leaf("RMSNorm", n)]
+                if unknown:
+                    known, stranger = False, unknown[0]
         elif kind == "norm":
             known = is_known_leaf("LayerNorm", module)
         elif kind == "gelu":
@@ -111,7 +114,8 @@ class Plan:
         if known:
             leaves.append((kind, module, make))
         else:
-            note = f"a {type(module).__qualname__} of another pack stays as it is"
+            origin = "core's, but not one that was checked, and" if stranger.__module__.startswith("comfy.") else "of another pack and"
+            note = f"a {stranger.__qualname__} is {origin} stays as it is"
             self.notes += [note] if note not in self.notes else []
 
     @property

@@ -33,7 +33,7 @@ class ColumnCopy(FusedOp):
         if reason:
             return reason
         if out.shape != rows.shape or out.dtype != rows.dtype or out.device != rows.device:
-            return f"out is {tuple(out.shape)} {out.dtype}, rows are {tuple(rows.shape)} {rows.dtype}"
+            return f"out is {tuple(out.shape)} {out.dtype} on {out.device}, rows are {tuple(rows.shape)} {rows.dtype} on {rows.device}"
         reason = why_not_vectors("out", out, out.data_ptr()) or why_not_vectors("rows", rows, rows.data_ptr())
         if reason:
             return reason

@@ -52,7 +52,7 @@ class LinearGelu(FusedOp):
         return True
 
     def key(self, x, w, b, out):
-        place = None if out is None else (out.shape, out.stride(), out.data_ptr() & 15)
+        place = None if out is None else (out.shape, out.stride(), out.dtype, out.get_device(), out.data_ptr() & 15)
         addresses = (x.data_ptr() | w.data_ptr() | b.data_ptr()) & 15
         return x.shape, x.stride(), x.dtype, x.get_device(), w.shape, w.stride(), w.dtype, w.get_device(), b.dtype, b.get_device(), addresses, place
 
@@ -63,11 +63,13 @@ class LinearGelu(FusedOp):
         if x.dtype not in cublaslt.CUDA_TYPE or w.dtype != x.dtype or b.dtype != x.dtype:
             return f"x is {x.dtype}, the weight {w.dtype}, the bias {b.dtype}"
         if x.device.type != "cuda" or torch.version.hip or w.device != x.device or b.device != x.device:
-            return f"x is on {x.device}, the weight on {w.device}"
+            return f"x is on {x.device}, the weight on {w.device}, the bias on {b.device}"
         if not x.is_contiguous() or not w.is_contiguous() or not b.is_contiguous() or w.shape != (b.shape[0], x.shape[2]):
             return "x, the weight or the bias is not contiguous, or their sizes do not match"
         if (x.data_ptr() | w.data_ptr() | b.data_ptr()) % 16 or x.shape[2] % 8 or w.shape[0] % 8:
             return "x, the weight or the bias is not made of aligned 16-byte vectors"
+        if out is not None and (out.device, out.dtype, out.shape) != (x.device, x.dtype, (*x.shape[:2], w.shape[0])):
+            return f"the place for the result is {tuple(out.shape)} {out.dtype} on {out.device}"
         if out is not None and (out.data_ptr() % 16 or out.stride(2) != 1 or out.stride(1) % 8 or out.stride(0) != out.shape[1] * out.stride(1)):
             return f"the place for the result is not evenly spaced (strides {out.stride()})"
         return None

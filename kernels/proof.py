@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 import torch
 
-from . import build
+from . import build, cost
 from .nvrtc import KernelError
 
 log = logging.getLogger("flux_fast_path")
 
-MAX_SPINS = 32  # about 10 ms: a host that needs longer to queue one chain is not waited for
 MAX_PLANS = 2048  # per operation; a plan is about 2 kB of host memory
 
 
@@ -46,10 +44,6 @@ def special_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two half-width tensors agree bit for bit: NaN equals the same NaN, +0.0 differs from -0.0. Synchronises."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
-
-
-def _nothing() -> None:
-    pass
 
 
 class Verdict:
@@ -136,6 +130,8 @@ class FusedOp:
             self._remember(args, Plan(self.name, device, self.reference, False, reason))
             return self.reference(*args)
         with self._lock:
+            if self.key(*args) in self.plans:  # another thread came first
+                return self(*args)
             proof_key = (device, dtype, self.proof_key(*args))
             verdict = self.verdicts.get(proof_key)
             if verdict is None:
@@ -199,42 +195,10 @@ class FusedOp:
             self.plans.clear()
         self.plans[self.key(*args)] = plan
 
-    def _time(self, args, *runs, repeats: int = 3) -> list[float]:
-        """µs of one call of each on the device: the median of a few, the first not counted.
-
-        A spinning kernel goes first, as often as it takes for the host's part of the call to be over before the device begins with it:
-        otherwise a slow host would be counted as a slow operation.
-        """
-        like, args = self.like(*args), self.shadow(*args)
-        try:
-            spin = build.spin(like.device.index, like.dtype)
-        except KernelError:  # an operation of cublasLt's does not need our kernels
-            spin = _nothing
-
-        def sample(call, spins):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began = time.perf_counter()
-            for _ in range(spins):
-                spin()
-            start.record()
-            call()
-            end.record()
-            host = (time.perf_counter() - began) * 1e6
-            end.synchronize()
-            return start.elapsed_time(end) * 1e3, host
-
-        one_spin = sample(spin, 1)[0]
-        medians = []
-        for run in runs:
-            spins, times = 1, []
-            while len(times) <= repeats:
-                elapsed, host = sample(lambda run=run: run(*args), spins)
-                if host > 0.8 * spins * one_spin and spins < MAX_SPINS:
-                    spins *= 2
-                else:
-                    times.append(elapsed)
-            medians.append(sorted(times[1:])[repeats // 2])
-        return medians
+    def _time(self, args, *runs) -> list[float]:
+        """µs of one call of each on the device."""
+        own = self.shadow(*args)
+        return cost.device_us(self.like(*args), [lambda run=run: run(*own) for run in runs])
 
 
 REGISTRY: dict[str, FusedOp] = {}

@@ -6,6 +6,7 @@ import torch
 from comfy_harness import assert_bits_equal
 from flux_fast_path.bench.reference_patcher import APPLY_MODEL, OUTER_SAMPLE
 from flux_fast_path.fusion import report, session
+from flux_fast_path.kernels import proof
 from flux_fast_path.nodes.fast_path import FluxFastPath
 from fusion_scene import assert_same, ours, report_of, run
 
@@ -41,3 +42,25 @@ def test_the_report_has_the_keys_that_its_docstring_promises(fused, patcher):
     with pytest.raises(ZeroDivisionError):
         run(waiting, callback=lambda *_: 1 / 0)
     assert set(report_of(waiting)) == promised and report_of(waiting)["outcome"] == "error"
+
+
+def test_a_run_over_several_gpus_counts_all_of_them(fused, patcher, monkeypatch):
+    """Core can give the two halves of a CFG step to two GPUs, a thread each; one run then has launches on both."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU" if device.index < 2 else "Other GPU")
+    first, second, third = (torch.device("cuda", i) for i in range(3))
+    told = report.Run("token")
+    plans = [proof.Plan("residual_gate", device, None, True) for device in (first, second, third)]
+    monkeypatch.setattr(proof.REGISTRY["residual_gate"], "plans", dict(enumerate(plans)))
+    told.blocks, told.sites = {"double": 2, "single": 3}, {"residual_gate": 11}
+    for device, plan in zip((first, second, first), (plans[0], plans[1], plans[0])):
+        told.count_call()
+        told.describe("Flux", device, "bfloat16")
+        plan.launches += 11
+        plan.eager_us, plan.fused_us = 30.0, 10.0
+        told.count_fused()
+    plans[2].launches += 5  # another run's
+    found = told.to_dict()
+    assert (found["gpu"], found["steps"], found["ops"][0]["launches"]) == ("2 × Test GPU", 3, 33)
+    assert found["saved_ms_per_step"] == round(11 * 20e-3, 2)
+    told.describe("Flux", third, "bfloat16")
+    assert told.to_dict()["gpu"] == "2 × Test GPU + Other GPU"

@@ -1,6 +1,7 @@
 """The dispatcher all operations share: trust after proof, off for good after a wrong bit, reference wherever anything is not as expected."""
 
 import logging
+import threading
 import time
 
 import pytest
@@ -114,6 +115,24 @@ def test_proof_values_leave_torchs_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(a, proof.random_like(half(2, 2), 4, 64))
     assert b.isnan().any() and b.isinf().any() and a.isfinite().all()
+
+
+def test_threads_that_meet_a_signature_together_make_one_plan(op):
+    """The second one finds the first one's plan when its turn comes, so no launch is counted on a plan that is gone."""
+    deciding, decide = [], op._decide
+
+    def slow(args, verdict):
+        deciding.append(1)
+        time.sleep(0.05)
+        return decide(args, verdict)
+
+    op._decide = slow
+    threads = [threading.Thread(target=op, args=(half(4, 8),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(deciding) == 1 and [plan.launches for plan in op.plans.values()] == [4]
 
 
 def test_a_slow_host_is_not_taken_for_a_slow_operation(monkeypatch):
