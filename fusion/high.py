@@ -16,7 +16,7 @@ from ..kernels.nvrtc import KernelError
 from .pending import Pending, real
 from .recognise import is_known_leaf
 from .values import Columns
-from .weights import give_back, take
+from .weights import lent
 
 
 def is_touched(module) -> bool:
@@ -98,11 +98,8 @@ class UpProjection(Pending):
         return type(self.module).forward(self.module, self.x)
 
     def activated(self):
-        borrowed = []
-        try:
-            return linear_gelu(self.x, *take(self.module, self.x, borrowed), None)
-        finally:
-            give_back(borrowed)
+        with lent(self.module, self.x) as (weight, bias):
+            return linear_gelu(self.x, weight, bias, None)
 
 
 class SplitProjection(Pending):
@@ -174,16 +171,12 @@ def linear1_forward(hidden):
             x = real(x)
             if not active[0] or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
                 return type(module).forward(module, x, *args, **kwargs)
-            borrowed = []
-            try:
-                weight, bias = take(module, x, borrowed)
+            with lent(module, x) as (weight, bias):
                 qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])
                 mlp = weight.shape[0] - 3 * hidden
                 buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
                 linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
-                return SplitProjection(x, module, qkv, buffer, hidden)
-            finally:
-                give_back(borrowed)
+            return SplitProjection(x, module, qkv, buffer, hidden)
 
         return forward
 

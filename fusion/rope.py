@@ -8,7 +8,7 @@ from ..kernels.proof import same_bits
 from ..kernels.qk_norm_rope import Stream, qk_norm_rope
 from .pending import real
 from .values import JoinedHeads, NormedHead
-from .weights import give_back, take
+from .weights import kept_weight
 
 
 def rope_pair(function, q, k, pe):
@@ -34,14 +34,10 @@ def _parts(value):
     return None
 
 
-def _stream(part, partner, borrowed) -> Stream:
-    head, module = part.head, part.module
-    if partner is None:
-        return Stream(head.base, head.start, None, head.heads, head.head_dim, take(module, head.base, borrowed)[0], None)
-    return Stream(
-        head.base, head.start, partner.head.start, head.heads, head.head_dim,
-        take(module, head.base, borrowed)[0], take(partner.module, head.base, borrowed)[0],
-    )
+def _stream(part, partner) -> Stream:
+    head = part.head
+    start, weight = (None, None) if partner is None else (partner.head.start, kept_weight(partner.module, head.base))
+    return Stream(head.base, head.start, start, head.heads, head.head_dim, kept_weight(part.module, head.base), weight)
 
 
 def _rotate(function, qs, ks, pe):
@@ -49,21 +45,18 @@ def _rotate(function, qs, ks, pe):
     for part in (*qs, *(ks or ())):
         if part.eps != eps or part.module.normalized_shape != (part.head.head_dim,) or part.module._parameters.get("weight") is None:
             return NotImplemented
-    shared, borrowed = qs[0].shared, []
-    try:
-        streams = tuple([_stream(q, k, borrowed) for q, k in zip(qs, ks or [None] * len(qs))])
-        if not shared.token_major or not all(p.twin[0].fresh for p in qs):
-            return qk_norm_rope(streams, pe, eps, function, False)
+    shared = qs[0].shared
+    streams = tuple([_stream(q, k) for q, k in zip(qs, ks or [None] * len(qs))])
+    if not shared.token_major or not all(p.twin[0].fresh for p in qs):
+        return qk_norm_rope(streams, pe, eps, function, False)
 
-        def both(token_major):
-            if ks is not None:
-                return qk_norm_rope(streams, pe, eps, function, token_major)
-            twins = tuple([_stream(NormedHead(*p.twin, p.v, shared, None), None, borrowed) for p in qs])
-            return [qk_norm_rope(s, pe, eps, function, token_major)[0] for s in (streams, twins)]
+    def both(token_major):
+        if ks is not None:
+            return qk_norm_rope(streams, pe, eps, function, token_major)
+        twins = tuple([_stream(NormedHead(*p.twin, p.v, shared, None), None) for p in qs])
+        return [qk_norm_rope(s, pe, eps, function, token_major)[0] for s in (streams, twins)]
 
-        return qk_norm_rope(streams, pe, eps, function, shared.layouts.proven(both, streams, [q.v for q in qs]))
-    finally:
-        give_back(borrowed)
+    return qk_norm_rope(streams, pe, eps, function, shared.layouts.proven(both, streams, [q.v for q in qs]))
 
 
 class AttentionLayouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 
 import torch
 
@@ -19,22 +20,32 @@ def plain_layer_norm(module, x: torch.Tensor) -> bool:
     return not module.elementwise_affine and module.normalized_shape == x.shape[-1:]
 
 
-def take(module, like: torch.Tensor, borrowed: list) -> tuple:
-    """(weight, bias) of a module for use on `like`'s device and in its dtype until `give_back(borrowed)`.
+@contextmanager
+def lent(module, like: torch.Tensor):
+    """(weight, bias) of a module on `like`'s device and in its dtype, for the duration of the `with`; one module at a time.
 
-    Resident, unpatched weights are read as core's own forward reads them; all others go through core's cast/uncast pair.
+    Resident, unpatched weights are read as core's own forward reads them; all others go through core's cast/uncast pair. Core streams weights
+    through one buffer a stream: what it lends is overwritten when it lends the next one.
     """
     if _is_plain(module):
         parameters = module._parameters  # nn.Module's attribute access is the slow way to them
-        return parameters["weight"], parameters.get("bias")
+        yield parameters["weight"], parameters.get("bias")
+        return
     ops = sys.modules["comfy.ops"]  # a module with cast weights comes from there
     if not hasattr(ops, "uncast_bias_weight"):  # 0.3.64 has no async offload, and nothing to give back
-        return ops.cast_bias_weight(module, like)
+        yield ops.cast_bias_weight(module, like)
+        return
     weight, bias, stream = ops.cast_bias_weight(module, like, offloadable=True)
-    borrowed.append((ops, module, weight, bias, stream))
-    return weight, bias
+    try:
+        yield weight, bias
+    finally:
+        ops.uncast_bias_weight(module, weight, bias, stream)
 
 
-def give_back(borrowed: list) -> None:
-    for ops, *held in borrowed:
-        ops.uncast_bias_weight(*held)
+def kept_weight(module, like: torch.Tensor) -> torch.Tensor:
+    """The weight of a small module, to be held beside those of others: the module's own, or a copy of what core lent."""
+    own = module._parameters["weight"]
+    if _is_plain(module):
+        return own
+    with lent(module, like) as (weight, _):
+        return weight if weight is own or weight.data_ptr() == own.data_ptr() else weight.clone()
