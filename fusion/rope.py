@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+import torch.nn.functional as F
 
 from ..kernels.proof import same_bits
 from ..kernels.qk_norm_rope import Stream, qk_norm_rope
 from .pending import real
 from .values import JoinedHeads, NormedHead
 from .weights import kept_weight
+
+log = logging.getLogger("flux_fast_path")
+
+MAX_VERDICTS = 512
 
 
 def rope_pair(function, q, k, pe):
@@ -59,28 +66,40 @@ def _rotate(function, qs, ks, pe):
     return qk_norm_rope(streams, pe, eps, function, shared.layouts.proven(both, streams, [q.v for q in qs]))
 
 
+def _implementation(attention) -> tuple:
+    """What tells one attention from another: packs replace core's, or torch's, while the process runs."""
+    below = getattr(attention, "__globals__", {}).get("optimized_attention")
+    functions = (attention, below, F.scaled_dot_product_attention)
+    return tuple((id(f), id(getattr(f, "__code__", None))) for f in functions)
+
+
 class AttentionLayouts:
     """Whether attention gives the same bits for q and k in (B, L, heads, D) memory order as in core's (B, heads, L, D).
 
-    Attention backends are chosen by stride too, so this is proven through core's own attention, once per shape, before it is relied on.
-    Token-major order makes the reshape after attention free.
+    Attention backends are chosen by stride too, so this is proven through core's own attention, once per shape and implementation, before
+    it is relied on. Token-major order makes the reshape after attention free.
     """
 
     def __init__(self, attention):
-        self.attention, self.verdicts = attention, {}
+        self.attention, self.verdicts = attention, {}  # attention(): what core would call now
 
     def proven(self, both, streams, values) -> bool:
         """`both(token_major) -> (q, k)`; `streams` say the shapes; `values` are the parts of v, joined as core joins them."""
-        first = streams[0]
-        key = (tuple(s.base.shape for s in streams), first.base.stride(), first.heads, first.base.dtype, first.base.get_device())
+        first, attention = streams[0], self.attention()
+        key = (tuple(s.base.shape for s in streams), first.base.stride(), first.heads, first.base.dtype, first.base.get_device(), _implementation(attention))
         verdict = self.verdicts.get(key)
         if verdict is None:
             if first.base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False
             try:
                 v = real(values[0]) if len(values) == 1 else torch.cat([real(v) for v in values], dim=2)
-                verdict = same_bits(*(self.attention(*both(token_major), v, pe=None) for token_major in (False, True)))
+                verdict = same_bits(*(attention(*both(token_major), v, pe=None) for token_major in (False, True)))
             except torch.cuda.OutOfMemoryError:
                 return False  # no room for a second attention now; core's order is always right
+            except Exception as error:  # an attention that takes no other order; core's call of it is still to come, and its own affair
+                log.debug("attention does not take token-major q and k: %s", error)
+                verdict = False
+            if len(self.verdicts) > MAX_VERDICTS:
+                self.verdicts.clear()
             self.verdicts[key] = verdict
         return verdict

@@ -13,10 +13,9 @@ import weakref
 from contextlib import contextmanager
 
 import torch
-import torch.nn.modules.module as _torch_modules
 
 from ..kernels import build
-from . import recognise
+from . import recognise, surroundings
 from .high import is_touched
 from .report import Run
 from .sites import Plan
@@ -93,11 +92,7 @@ def plan_or_reason(base_model, x, dtype: torch.dtype, transformer_options: dict)
     reason = recognise.why_not_code(diffusion_model)
     if reason:
         return None, reason
-    if _torch_modules._global_forward_hooks or _torch_modules._global_forward_pre_hooks:
-        return None, "another pack watches every module through torch's global hooks"
-    if torch.is_grad_enabled():
-        return None, "gradients are being recorded (training)"
-    reason = why_not_device(x.device, dtype)
+    reason = surroundings.why_not(x.device) or why_not_device(x.device, dtype)
     if reason:
         return None, reason
     plan = current_plan(diffusion_model)

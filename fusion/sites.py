@@ -158,9 +158,9 @@ def block_forward(block, leaves, shared, active):
 
 
 def _attention_of(block):
-    """Core's `attention(q, k, v, pe, mask, transformer_options)`, as the block's own module sees it when asked."""
+    """A function that gives core's `attention(q, k, v, pe, mask, transformer_options)` as the block's own module sees it when asked."""
     module = type(block).__module__
-    return lambda q, k, v, pe: sys.modules[module].attention(q, k, v, pe=pe)
+    return lambda: sys.modules[module].attention
 
 
 # --- forwards. Each falls back on the class's own forward for anything it does not expect. ---
