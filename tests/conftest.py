@@ -9,6 +9,7 @@ import torch
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 
 import comfy_harness  # noqa: E402
+from flux_fast_path.nodes import status  # noqa: E402
 from fusion_scene import fused, inference, one_thread, patcher  # noqa: E402, F401  (a fixture is known where a conftest names it)
 
 
@@ -21,6 +22,14 @@ def pytest_collection_modifyitems(items):
         for marker, skip in (("cuda", no_cuda), ("comfyui", no_comfy)):
             if skip and item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def no_reports():
+    """None from earlier tests, none for later ones."""
+    status._reports.clear()
+    yield
+    status._reports.clear()
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,8 @@ from flux_fast_path.kernels.residual_gate import residual_gate
 from flux_fast_path.kernels.slices import ColumnSlice
 from op_cases import bits_equal, eager_rope, eager_rope_pair, gate_case, norm_case, qk_case, values
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("inference")]
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

@@ -6,13 +6,7 @@ import torch.nn.functional as F
 from flux_fast_path.kernels import proof
 from flux_fast_path.kernels.linear_gelu import linear_gelu
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    with torch.inference_mode():
-        yield
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("inference")]
 
 
 def operands(rows, k, n, dtype, wide=None):

@@ -8,32 +8,21 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from flux_fast_path.fusion import pending, table  # noqa: F401  (the table registers itself)
+from flux_fast_path.fusion import pending
 from flux_fast_path.fusion.high import MlpColumns, SplitProjection, UpProjection
 from flux_fast_path.fusion.pending import real
 from flux_fast_path.fusion.sites import Shared
 from flux_fast_path.fusion.values import Chunk, Columns, Gated, Gelu, Head, Heads, JoinedHeads, Norm, NormedHead, OnePlus
-from op_cases import bits_equal, values
+from fusion_scene import DEVICE, noise
+from op_cases import bits_equal
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("one_thread", "inference")
+
 BATCH, TOKENS, HEADS, DIM = 2, 6, 2, 64
 WIDTH = HEADS * DIM
 NORM, GELU, RMS = torch.nn.LayerNorm(WIDTH, eps=1e-6, elementwise_affine=False), torch.nn.GELU(approximate="tanh"), torch.nn.RMSNorm(DIM)
 RMS = RMS.to(DEVICE, torch.bfloat16).requires_grad_(False)
 LINEAR = torch.nn.Linear(WIDTH, 3 * WIDTH + 32, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
-
-
-@pytest.fixture(autouse=True)
-def inference():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.inference_mode():
-        yield
-    torch.set_num_threads(threads)
-
-
-def noise(*shape, seed=0, dtype=torch.bfloat16):
-    return values(*shape, dtype=dtype, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed), special=False)
 
 
 def wide(seed=0):

@@ -10,14 +10,9 @@ from flux_fast_path.nodes.report import FluxFastPathReport
 from flux_fast_path.nodes.report_text import describe
 from made_up_report import FUSED
 
+pytestmark = pytest.mark.usefixtures("no_reports")
+
 ASIDE = {**FUSED, "run": 1004, "state": "stepped_aside", "reason": "model is fp32", "ops": [], "disabled": [], "notes": [], "saved_ms_per_step": None}
-
-
-@pytest.fixture(autouse=True)
-def no_reports():
-    status._reports.clear()
-    yield
-    status._reports.clear()
 
 
 def model(token):

@@ -9,6 +9,8 @@ import types
 import pytest
 from flux_fast_path.nodes import status
 
+pytestmark = pytest.mark.usefixtures("no_reports")
+
 
 class Server:
     """What status.py uses of ComfyUI's PromptServer."""
@@ -30,13 +32,6 @@ class Server:
 class BrokenServer:
     def __getattr__(self, name):
         raise RuntimeError(f"no {name} today")
-
-
-@pytest.fixture(autouse=True)
-def no_reports():
-    status._reports.clear()
-    yield
-    status._reports.clear()
 
 
 def running(monkeypatch, instance):
