@@ -125,6 +125,7 @@ def _switch_on_dynamic_vram() -> bool:
     else:
         ready = comfy_aimdo.control.init_device(mm.get_torch_device().index)
     if ready:
+        getattr(comfy_aimdo.control, "set_log_warning", lambda: None)()  # it starts with a line for every allocation
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     return bool(ready)
