@@ -19,12 +19,12 @@ def wait_for_queue(front, running):
 def test_the_panel_shows_what_was_fused_and_what_was_switched_off(front):
     front.send_report(FUSED)
     text = front.panel().inner_text()
-    for words in ("Run 1003", "Test GPU", "Flux, bfloat16", "134.3 ms", "15.0 ms", "residual gates · 114 places", "12.0 ms · proven"):
+    for words in ("Run 1003", "Test GPU", "Flux, bfloat16", "134.3 ms", "15.0 ms", "residual gates · 114 places", "6.0 ms · proven"):
         assert words in text
-    assert "GELU and join (bf16 4608x15360): 3 values differ" in text
-    assert "another pack replaced its forward" in text
+    assert "GELU + concat (bfloat16 (3072, 12288) on Test GPU): its bits differ from core's on this GPU" in text
+    assert "hooks of another pack and stays as it is" in text
     widths = front.page.locator(".ffp-bar").evaluate_all("bars => bars.map(bar => bar.style.width)")
-    assert widths == ["25%", "100%", "0%"]
+    assert [round(float(width.rstrip("%"))) for width in widths] == [50, 80, 100, 21, 0]
     front.screenshot("panel")
 
 
