@@ -73,6 +73,8 @@ def parse(argv):
     options = parser().parse_args(argv)
     if options.checkpoint and options.what != ["sampler"]:
         parser().error("--checkpoint is for the sampler alone: python -m flux_fast_path.bench sampler --checkpoint FILE")
+    if options.checkpoint and not options.checkpoint.is_file():
+        parser().error(f"no such file: {options.checkpoint}")
     if not options.what:
         options.what, options.quick = ["check", "ops", "model"], True
     if "all" in options.what:

@@ -3,6 +3,8 @@
 One process holds one core with one set of switches: the first call decides them.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import shlex

@@ -52,7 +52,7 @@ class Pending:
             except torch.cuda.OutOfMemoryError:
                 raise  # core answers this one itself: it unloads models and tries again
             except Exception:  # a fault of ours must not become a fault of the picture: what core asked for still runs below
-                log.warning("A fused operation failed and core's own runs instead, the image is unaffected.", exc_info=True)
+                log.warning("FLUX Fast Path: a fused operation failed and core's own runs instead, the image is unaffected.", exc_info=True)
                 result = NotImplemented
             if result is not NotImplemented:
                 return result

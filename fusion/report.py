@@ -10,7 +10,7 @@
     seconds               wall time of the run
     outcome               "running" | "finished" | "interrupted" | "error"
     state                 "fused" | "stepped_aside"
-    reason                why it stepped aside (whole run), else None
+    reason                why the whole run stepped aside, else None
     model, gpu, dtype     "Flux", "NVIDIA H200" (or "2 × NVIDIA H200"), "bfloat16"; None until known
     core, torch           "0.29.0", "2.11.0+cu130"
     tier                  "lossless" | "high": what was asked for
@@ -21,10 +21,11 @@
     steps                 calls of the model
     ops                   one per kind of fused operation, in a fixed order:
                           {"op": "residual_gate", "label": "residual gates", "sites": 114, "launches": 2280,
-                           "state": "proven" | "disabled" | "partly" | "idle", "saved_ms_per_step": 3.1}
+                           "state": "proven" | "bounded" | "disabled" | "partly" | "idle", "saved_ms_per_step": 3.1}
+                          "bounded": not exact, checked against its rounding bound (tier "high" only)
     saved_ms_per_step     sum over ops; from event times of eager and fused on this GPU at first sight, None if not timed
-    ms_per_step           wall time of the run / steps, None before the first step has ended
-    disabled              [{"op", "signature", "reason"}]: operations that failed their proof on this GPU
+    ms_per_step           wall time since the first call of the model began / steps, None before that
+    disabled              [{"op", "signature", "reason"}]: operations of this run that failed their proof on this GPU
     notes                 [str]: leaves left to core (hooks, another pack), each with its reason
     text                  one line for the node: "57/57 blocks · 114 gates · proven on NVIDIA H200 · −27 ms/step"
 """
@@ -56,7 +57,8 @@ class Run:
     def __init__(self, token: str, tier: str = "lossless"):
         self.number, self.token, self.tier = next(_numbers), token, tier
         self.started, self._clock, self.seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter(), 0.0
-        self.outcome, self.reason, self.phase = "running", None, None
+        self._first_call = None  # when the first call of the model began: before it, core loads the model
+        self.outcome, self.reason, self.phase, self._aside = "running", None, None, 0
         self.model = self.dtype = None
         self.devices: list = []  # core can split one run over several GPUs, a thread each
         self._lock = threading.Lock()
@@ -69,6 +71,7 @@ class Run:
         """One call of the model begins."""
         with self._lock:
             self.steps += 1
+            self._first_call = self._first_call or time.perf_counter()
 
     def describe(self, model: str, device: torch.device, dtype: str) -> None:
         """What that call runs on."""
@@ -84,13 +87,18 @@ class Run:
             return self.fused_steps == 1
 
     def step_aside(self, reason: str) -> None:
-        self.reason = reason
+        """One call of the model runs as core runs it."""
+        with self._lock:
+            self.reason, self._aside = reason, self._aside + 1
 
     def note(self, text: str) -> None:
         self.notes[text] = None
 
     def end(self, outcome: str) -> None:
         self.outcome, self.seconds = outcome, time.perf_counter() - self._clock
+
+    def _ms_per_step(self, seconds: float) -> float | None:
+        return round((self._clock + seconds - self._first_call) * 1e3 / self.steps, 2) if self.steps else None
 
     def launches(self) -> list[tuple]:
         """(plan, launches in this run) for every plan of this run's devices that was used."""
@@ -106,16 +114,19 @@ class Run:
             launches = sum(count for _, count in mine)
             timed = [(plan, count) for plan, count in mine if count and plan.eager_us is not None]
             saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / max(self.fused_steps, 1) if timed else None
-            disabled = any(v.state == "disabled" and v.op == name for v in self._verdicts())
-            state = ("partly" if disabled else "proven") if launches else "disabled" if disabled else "idle"
+            disabled = any(v.op == name for v in self._disabled())
+            good = "proven" if REGISTRY[name].exact else "bounded"
+            state = ("partly" if disabled else good) if launches else "disabled" if disabled else "idle"
             found.append({
                 "op": name, "label": REGISTRY[name].label, "sites": self.sites[name], "launches": launches, "state": state,
                 "saved_ms_per_step": None if saved is None else round(saved, 3),
             })
         return found
 
-    def _verdicts(self):
-        return [v for op in REGISTRY.values() for (device, *_), v in list(op.verdicts.items()) if device in self.devices]
+    def _disabled(self) -> list:
+        """Verdicts against operations that this run wanted, on its devices and in its dtype."""
+        verdicts = [(key, v) for op in REGISTRY.values() for key, v in list(op.verdicts.items()) if v.state == "disabled" and self.sites.get(v.op)]
+        return [v for (device, dtype, *_), v in verdicts if device in self.devices and str(dtype)[6:] == self.dtype]
 
     def to_dict(self) -> dict:
         """The report. See the module for its keys."""
@@ -126,15 +137,19 @@ class Run:
         high = self.high and {**self.high, "max_relative_error": max(errors, default=None)}
         saved = [op["saved_ms_per_step"] for op in ops if op["saved_ms_per_step"] is not None]
         seconds = self.seconds or time.perf_counter() - self._clock
+        reason, notes = self.reason, list(self.notes)
+        if reason and self.fused_steps:
+            notes.append(f"{self._aside} of {self.steps} model calls ran as core runs them: {reason}")
+            reason = None
         report = {
             "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "started": self.started,
-            "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if self.reason else "fused", "reason": self.reason,
+            "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if reason else "fused", "reason": reason,
             "model": self.model, "gpu": gpu_names(self.devices), "dtype": self.dtype, "core": core_version(), "torch": torch.__version__,
             "tier": self.tier, "high": high, "blocks": dict(self.blocks), "blocks_mounted": self.mounted, "steps": self.steps, "ops": ops,
             "saved_ms_per_step": round(sum(saved), 2) if saved else None,
-            "ms_per_step": round(seconds * 1e3 / self.steps, 2) if self.steps else None,
-            "disabled": [{"op": v.op, "signature": v.signature, "reason": v.reason} for v in self._verdicts() if v.state == "disabled"],
-            "notes": list(self.notes),
+            "ms_per_step": self._ms_per_step(seconds),
+            "disabled": [{"op": v.op, "signature": v.signature, "reason": v.reason} for v in self._disabled()],
+            "notes": notes,
         }
         report["text"] = self.phase or text(report)
         return report
@@ -158,21 +173,32 @@ def text(report: dict) -> str:
     if report["state"] == "stepped_aside":
         return f"Stepped aside: {report['reason']}. Image unaffected."
     if not report["steps"]:
-        return "Interrupted before the first step." if report["outcome"] == "interrupted" else "Waiting for the first step."
-    if not report["ops"] and not report["high"]:
-        return "lossless: nothing to mount, core runs as it is. Image unaffected."
+        return {"interrupted": "Interrupted before the first step.", "error": "Ended with an error before the first step.", "finished": "No step was sampled."}.get(
+            report["outcome"], "Waiting for the first step."
+        )
     blocks, gates = sum(report["blocks"].values()), next((op for op in report["ops"] if op["op"] == "residual_gate"), None)
     parts = [f"{report['blocks_mounted']}/{blocks} blocks"]
     if gates and gates["launches"]:
         parts.append(f"{gates['sites']} gates")
-    parts.append(f"proven on {report['gpu']}" if any(op["launches"] for op in report["ops"]) else f"nothing fused on {report['gpu']}")
+    if any(op["launches"] for op in report["ops"]):
+        exact = any(op["state"] in ("proven", "partly") for op in report["ops"])
+        parts.append(f"{'proven' if exact else 'checked'} on {report['gpu']}")
+    else:
+        parts.append(f"nothing fused on {report['gpu']}")
     if report["saved_ms_per_step"] is not None:
-        parts.append(f"−{report['saved_ms_per_step']:.1f} ms/step")
+        parts.append(f"{signed(-report['saved_ms_per_step'])} ms/step")
     if report["disabled"]:
-        parts.append(f"{len(report['disabled'])} operation(s) off: {report['disabled'][0]['reason']}; image unaffected")
+        count = len({item["op"] for item in report["disabled"]})
+        runs_on = "core's own runs there" if report["high"] else "image unaffected"
+        parts.append(f"{count} operation{'s' if count > 1 else ''} off: {report['disabled'][0]['reason']}; {runs_on}")
     if report["high"]:
         high = report["high"]
         parts.append(f"high: {high['sites']}/{high['of']} sites, not bit-exact" if high["sites"] else f"high stepped aside: {high['reasons'][0]}")
-    if report["outcome"] == "interrupted":
-        parts.append("interrupted")
+    if report["outcome"] in ("interrupted", "error"):
+        parts.append("interrupted" if report["outcome"] == "interrupted" else "ended with an error")
     return " · ".join(parts)
+
+
+def signed(value: float) -> str:
+    """With a sign that is as wide as a digit: −27.1, +0.3."""
+    return f"{'−' if value < 0 else '+'}{abs(value):.1f}"

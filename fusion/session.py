@@ -122,7 +122,7 @@ class Application:
     def tell(self, run: Run) -> None:
         try:
             if run.outcome != "running":
-                log.info("%s", run.to_dict()["text"])
+                log.info("FLUX Fast Path: %s", run.to_dict()["text"])
             self.publish(run, self.nodes)
         except Exception:  # the picture never depends on whether somebody could be told about it
             log.debug("publishing the report failed", exc_info=True)
@@ -174,11 +174,19 @@ class Application:
             kinds, run.sites = frozenset(), {}
         if run.tier == "high":
             kinds = with_high(kinds, plan, x.device, dtype, run)
+        if not kinds:
+            run.step_aside(nothing_to_mount(run))
+            return executor(*call, **kwargs)
         with mounted(plan, kinds, *sharing, note=run.note) as run.mounted:
             result = executor(*call, **kwargs)
         if run.count_fused():
             self.tell(run)
         return result
+
+
+def nothing_to_mount(run: Run) -> str:
+    """Why a call whose fast path is off has nothing else either."""
+    return "FLUX Fast Path is off and the tier is lossless" if run.high is None else f"FLUX Fast Path is off, and tier high stepped aside: {run.high['reasons'][0]}"
 
 
 def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozenset:

@@ -48,7 +48,7 @@ def module(device_index: int, dtype: torch.dtype) -> nvrtc.Module:
                 _modules[key] = nvrtc.Module(compile_for(10 * major + minor, dtype), device_index)
             except nvrtc.KernelError as error:
                 _modules[key] = str(error)
-                log.warning("Kernels for %s are unavailable: %s. Images are unaffected.", torch.cuda.get_device_name(device_index), _modules[key])
+                log.warning("FLUX Fast Path: kernels for %s are unavailable: %s. Images are unaffected.", torch.cuda.get_device_name(device_index), _modules[key])
             build_seconds[key] = time.perf_counter() - started
         found = _modules[key]
     if isinstance(found, str):

@@ -81,6 +81,7 @@ class FusedOp:
 
     name = label = ""
     variants: tuple = (0,)
+    exact = True  # whether the result has eager's bits; else `agrees` asks for something weaker
     needs_kernels = True  # whether `prepare` launches the pack's own kernels
     failure = "its bits differ from core's on this GPU"
 
@@ -188,7 +189,8 @@ class FusedOp:
     def _disable(self, verdict: Verdict, reason: str) -> None:
         if verdict.state != "disabled":
             verdict.state, verdict.reason = "disabled", reason
-            log.warning("%s is off for %s: %s. Core's own code runs instead, the image is unaffected.", self.label, verdict.signature, reason)
+            effect = "Core's own code runs instead, the image is unaffected" if self.exact else "Core's own code runs instead"
+            log.warning("FLUX Fast Path: %s off for %s: %s. %s.", self.label, verdict.signature, reason, effect)
 
     def _remember(self, args, plan: Plan) -> None:
         if len(self.plans) >= MAX_PLANS:

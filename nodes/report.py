@@ -7,6 +7,7 @@ NOTHING = (
     "No run recorded: nothing was sampled with FLUX Fast Path since ComfyUI started, or the picture came from ComfyUI's cache. "
     "Put the node FLUX Fast Path between the model loader and the sampler, and change the seed to sample again."
 )
+PLAIN = "This model has no FLUX Fast Path on it: the node is off, bypassed or in another branch. ComfyUI drew the image in its usual way."
 
 
 class FluxFastPathReport:
@@ -31,23 +32,21 @@ class FluxFastPathReport:
             "optional": {
                 "model": (
                     "MODEL",
-                    {"tooltip": "The model that the sampler used. Needed only when a workflow has more than one sampler: it picks the right run."},
+                    {"tooltip": "The model that the sampler used: its own run is reported. Not connected: the newest run of all."},
                 ),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     def report(self, latent, model=None, unique_id=None):
-        found = _newest(status.latest_reports(), _token(model))
-        text = describe(found) if found else NOTHING
+        reports = status.latest_reports()
+        if model is not None:
+            token = _token(model)
+            reports = [r for r in reports if token is not None and r.get("token") == token]
+        found = reports[0] if reports else None
+        text = describe(found) if found else PLAIN if model is not None and token is None else NOTHING
         status.show_text(unique_id, text)
         return {"ui": {"flux_fast_path_report": [found] if found else [], "text": [text]}, "result": (latent, text)}
-
-
-def _newest(reports, token):
-    """The newest report of the wired model, else the newest of all."""
-    ours = [r for r in reports if token is not None and r.get("token") == token]
-    return (ours or reports or [None])[0]
 
 
 def _token(model):

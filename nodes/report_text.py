@@ -2,6 +2,7 @@
 
 STATES = {
     "proven": "proven bit for bit on this GPU",
+    "bounded": "checked on this GPU: differs from ComfyUI by rounding only",
     "partly": "proven for some shapes, switched off for others",
     "disabled": "switched off",
     "idle": "not needed in this run",
@@ -10,46 +11,48 @@ STATES = {
 
 def describe(report):
     """Several lines. A missing or empty entry leaves its line out: reports of other versions stay readable."""
-    head = "FLUX Fast Path" + _with(" · run {}", report.get("run")) + _with(" · {}", report.get("tier"))
+    clock = str(report.get("started") or "")[11:]
+    head = "FLUX Fast Path" + _with(" · run {}", report.get("run")) + _with(" · {}", clock) + _with(" · {}", report.get("tier"))
     paragraphs = [[head, *_outcome(report)], _fused(report), _high(report), _disabled(report), _notes(report), _versions(report)]
     return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
 
 
 def _outcome(report):
-    lines = []
-    if report.get("state") == "fused":
-        blocks = report.get("blocks") or {}
-        where = " and ".join(f"{count} {kind}" for kind, count in blocks.items() if count)
-        lines.append(
-            "The fast path was on"
-            + (f" in {where} blocks" if where else "")
-            + _with(" of {}", report.get("model"))
-            + _with(", on {}", report.get("gpu"))
-            + _with(" ({})", report.get("dtype"))
-            + "."
-        )
-        if (report.get("high") or {}).get("state") == "mounted":
+    broken = {"interrupted": "The run was interrupted before it ended.", "error": "The run ended with an error."}.get(report.get("outcome"))
+    if report.get("state") != "fused":
+        lines = [f"The fast path stepped aside: {report.get('reason') or 'no reason was recorded'}."]
+        lines.append(broken or "The image is unaffected: ComfyUI drew it in its usual way, at its usual speed.")
+    elif report.get("steps") == 0:
+        return [broken or "No step was sampled."]
+    else:
+        lines = [_where(report)]
+        if broken:
+            lines.append(broken)
+        elif (report.get("high") or {}).get("state") == "mounted":
             lines.append("Tier high: the image is very close to the lossless one, not bit-identical.")
         else:
             lines.append("The image is bit-identical to ComfyUI without this pack.")
-    else:
-        lines.append(f"The fast path stepped aside: {report.get('reason') or 'no reason was recorded'}.")
-        lines.append("The image is unaffected: ComfyUI drew it in its usual way, at its usual speed.")
-    lines += _time(report)
-    broken = {"interrupted": "The run was interrupted before it ended.", "error": "The run ended with an error."}
-    if report.get("outcome") in broken:
-        lines.append(broken[report["outcome"]])
-    return lines
+    return lines + _time(report)
+
+
+def _where(report):
+    total, mounted = sum((report.get("blocks") or {}).values()), report.get("blocks_mounted")
+    blocks = f" in {mounted} of {total} blocks" if total and mounted is not None else ""
+    return f"The fast path was on{blocks}" + _with(" of {}", report.get("model")) + _with(", on {}", report.get("gpu")) + _with(" ({})", report.get("dtype")) + "."
 
 
 def _time(report):
     parts = [
-        _with("{} steps", report.get("steps") or None) + _with(" in {:.1f} s", report.get("seconds")),
-        _with("{:.0f} ms per step", report.get("ms_per_step")),
-        _with("about {:.1f} ms saved per step", report.get("saved_ms_per_step")),
+        _with("{} model calls", report.get("steps") or None) + _with(" in {:.1f} s", report.get("seconds")),
+        _with("{:.0f} ms each", report.get("ms_per_step")),
+        _saved(report.get("saved_ms_per_step"), "about {:.1f} ms saved in each", "{:.1f} ms more in each"),
     ]
     parts = [part for part in parts if part]
     return [", ".join(parts) + "."] if parts else []
+
+
+def _saved(value, less, more):
+    return "" if value is None else (less if value >= 0 else more).format(abs(value))
 
 
 def _fused(report):
@@ -58,7 +61,8 @@ def _fused(report):
         if op.get("state") == "idle" and not op.get("sites"):
             continue
         line = f"  {op.get('label') or op.get('op')}: {op.get('sites', 0)} places, {STATES.get(op.get('state'), op.get('state'))}"
-        lines.append(line + _with(", saves {:.1f} ms per step", op.get("saved_ms_per_step") or None))
+        saved = _saved(op.get("saved_ms_per_step") or None, ", saves {:.1f} ms per model call", ", costs {:.1f} ms per model call")
+        lines.append(line + saved)
     return ["What was fused:", *lines] if lines else []
 
 
@@ -76,11 +80,8 @@ def _high(report):
 
 def _disabled(report):
     labels = {op.get("op"): op.get("label") for op in report.get("ops") or []}
-    lines = [
-        f"  {labels.get(item.get('op')) or item.get('op')}" + _with(" ({})", item.get("signature")) + _with(": {}", item.get("reason"))
-        for item in report.get("disabled") or []
-    ]
-    return ["Switched off on this GPU (the image is unaffected, only this part is not faster):", *lines] if lines else []
+    lines = [f"  {labels.get(item.get('op')) or item.get('op')}" + _with(": {}", item.get("reason")) for item in report.get("disabled") or []]
+    return ["Switched off on this GPU (ComfyUI's own code runs there, at its usual speed):", *dict.fromkeys(lines)] if lines else []
 
 
 def _notes(report):

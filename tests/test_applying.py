@@ -8,6 +8,7 @@ from flux_fast_path.bench.reference_patcher import APPLY_MODEL, OUTER_SAMPLE
 from flux_fast_path.fusion import report, session
 from flux_fast_path.kernels import proof
 from flux_fast_path.nodes.fast_path import FluxFastPath
+from flux_fast_path.nodes.quality_tier import FluxQualityTier
 from fusion_scene import assert_same, ours, report_of, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,3 +65,65 @@ def test_a_run_over_several_gpus_counts_all_of_them(fused, patcher, monkeypatch)
     assert found["saved_ms_per_step"] == round(11 * 20e-3, 2)
     told.describe("Flux", third, "bfloat16")
     assert told.to_dict()["gpu"] == "2 × Test GPU + Other GPU"
+
+
+def test_with_the_fast_path_off_and_the_tier_lossless_nothing_is_said_to_be_on(fused, patcher):
+    tier = FluxQualityTier().apply(patcher, "lossless", unique_id="8")[0]
+    assert_bits_equal(run(tier), run(patcher))
+    told = report_of(tier)
+    assert (told["state"], told["blocks_mounted"], told["ops"]) == ("stepped_aside", 0, []) and not fused
+    assert told["text"] == "Stepped aside: FLUX Fast Path is off and the tier is lossless. Image unaffected."
+
+
+def told(**changes):
+    """The node's line for a report with these entries."""
+    gate = {"op": "residual_gate", "sites": 114, "launches": 114, "state": "proven"}
+    return report.text({
+        "state": "fused", "steps": 2, "outcome": "finished", "blocks": {"double": 19, "single": 38}, "blocks_mounted": 57, "ops": [gate], "gpu": "Test GPU",
+        "saved_ms_per_step": 27.1, "disabled": [], "high": None, **changes,
+    })
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(), "57/57 blocks · 114 gates · proven on Test GPU · −27.1 ms/step"),
+    (dict(saved_ms_per_step=-0.3), "57/57 blocks · 114 gates · proven on Test GPU · +0.3 ms/step"),
+    (dict(outcome="error"), "57/57 blocks · 114 gates · proven on Test GPU · −27.1 ms/step · ended with an error"),
+    (dict(outcome="error", steps=0), "Ended with an error before the first step."),
+    (dict(outcome="interrupted", steps=0), "Interrupted before the first step."),
+    (dict(outcome="finished", steps=0), "No step was sampled."),
+    (dict(outcome="running", steps=0), "Waiting for the first step."),
+    (dict(ops=[dict(op="linear_gelu", sites=76, launches=76, state="bounded")], saved_ms_per_step=None, high=dict(sites=76, of=76, reasons=[])),
+     "57/57 blocks · checked on Test GPU · high: 76/76 sites, not bit-exact"),
+    (dict(disabled=[dict(op="gelu_concat", reason="its bits differ")] * 2, saved_ms_per_step=None), "57/57 blocks · 114 gates · proven on Test GPU · 1 operation off: its bits differ; image unaffected"),
+], ids=lambda v: None if isinstance(v, dict) else v[:40])
+def test_the_nodes_line_says_what_happened(changes, words):
+    assert told(**changes) == words
+
+
+def test_a_call_that_stepped_aside_among_others_is_a_note_not_the_whole_run(fused, patcher):
+    """As where a mask or a patch comes in half-way: the rest of the run was fused, and the report says both."""
+    mixed = report.Run("token")
+    for reason in (None, "gradients are being recorded (training)", None):
+        mixed.count_call()
+        if reason:
+            mixed.step_aside(reason)
+        else:
+            mixed.count_fused()
+    found = mixed.to_dict()
+    assert (found["state"], found["reason"]) == ("fused", None)
+    assert "1 of 3 model calls ran as core runs them: gradients are being recorded (training)" in found["notes"]
+
+
+def test_only_what_this_run_wanted_is_said_to_be_off(monkeypatch):
+    """A refusal of another dtype, or of an operation of the other tier, is another run's news."""
+    verdicts = {}
+    for device, dtype in ((torch.device("cpu"), torch.bfloat16), (torch.device("cpu"), torch.float16), (torch.device("meta"), torch.bfloat16)):
+        verdict = verdicts[device, dtype, "any"] = proof.Verdict("residual_gate", str(dtype))
+        verdict.state, verdict.reason = "disabled", "its bits differ"
+    monkeypatch.setattr(proof.REGISTRY["residual_gate"], "verdicts", verdicts)
+    mine = report.Run("token")
+    mine.count_call()
+    mine.describe("Flux", torch.device("cpu"), "bfloat16")
+    assert mine.to_dict()["disabled"] == [], "it wanted no gates"
+    mine.sites = {"residual_gate": 11}
+    assert [d["signature"] for d in mine.to_dict()["disabled"]] == ["torch.bfloat16"]

@@ -27,6 +27,12 @@ def test_a_file_is_only_for_the_sampler(tiny_checkpoint, capsys):
     assert "for the sampler alone" in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_there_is_said_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["sampler", "--checkpoint", str(tmp_path / "flux.safetensors")])
+    assert "no such file" in capsys.readouterr().err
+
+
 def test_a_file_needs_comfyui(tiny_checkpoint, monkeypatch, capsys):
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     assert bench.main([*QUICK, "--checkpoint", tiny_checkpoint]) == 2

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,17 @@ def test_core_loads_the_archive_from_a_read_only_folder(loaded):
     assert loaded["done"][0] and {"FluxFastPath", "FluxFastPathReport", "FluxQualityCompare"} <= set(loaded["classes"][0])
     assert not [line for line in loaded["lines"] if line[0] in ("ERROR", "WARNING") and "flux" in line[1].lower() and "installed twice" not in line[1]]
     assert (ROOT / "web").is_dir() is any(v.endswith("web") for v in loaded["web"].values())
+
+
+def test_a_copy_that_could_not_load_does_not_silence_one_that_can(monkeypatch):
+    from flux_fast_path.fusion import copies
+    monkeypatch.setattr(copies, "MARK", "_mark_of_this_test")
+    for name in ("broken", "good", "late"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert not copies.another_is_active("broken")  # and then its nodes raise
+    assert not copies.another_is_active("good")
+    copies.claim("good")
+    assert copies.another_is_active("late") and not copies.another_is_active("good")
 
 
 def test_a_second_copy_stays_inert_and_says_so_once(loaded):

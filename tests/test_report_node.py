@@ -1,4 +1,4 @@
-"""FLUX Fast Path Report: picks the right run and says in words what happened."""
+"""FLUX Fast Path Report: the right run, in words that are true of it."""
 
 import copy
 import json
@@ -48,27 +48,41 @@ def test_a_wired_model_picks_its_own_run():
     assert run_node(model=model("mine"))["ui"]["flux_fast_path_report"][0]["run"] == 1
 
 
-@pytest.mark.parametrize("wired", [model("unknown"), model(None), types.SimpleNamespace()], ids=["unknown", "unpatched", "no-options"])
-def test_a_model_that_has_no_run_falls_back_to_the_newest(wired):
+@pytest.mark.parametrize("wired, words", [
+    (model("unknown"), "No run recorded"),
+    (model(None), "This model has no FLUX Fast Path on it"),
+    (types.SimpleNamespace(), "This model has no FLUX Fast Path on it"),
+], ids=["not sampled yet", "unpatched", "no options"])
+def test_another_models_run_is_never_shown_for_a_wired_one(wired, words):
+    """Switched off, bypassed, or on another branch: the newest run has nothing to do with this picture."""
     status.publish_report({**FUSED, "token": None})
-    assert run_node(model=wired)["ui"]["flux_fast_path_report"][0]["run"] == FUSED["run"]
+    answer = run_node(model=wired)
+    assert answer["ui"]["flux_fast_path_report"] == [] and answer["result"][1].startswith(words)
 
 
 def test_a_fused_run_in_words():
-    text = describe(FUSED)
+    text = describe({**FUSED, "blocks_mounted": 55})
+    off, note = next(op for op in FUSED["ops"] if op["state"] == "disabled"), FUSED["notes"][0]
     for line in (
-        "FLUX Fast Path · run 1003 · lossless",
-        "The fast path was on in 19 double and 38 single blocks of Flux, on Test GPU (bfloat16).",
+        "FLUX Fast Path · run 1003 · 12:00:00 · lossless",
+        "The fast path was on in 55 of 57 blocks of Flux, on Test GPU (bfloat16).",
         "The image is bit-identical to ComfyUI without this pack.",
-        "20 steps in 2.7 s, 134 ms per step, about 15.0 ms saved per step.",
-        "  residual gates: 114 places, proven bit for bit on this GPU, saves 3.0 ms per step",
-        "  GELU and join: 38 places, switched off",
-        "  GELU and join (bf16 4608x15360): 3 values differ",
-        "  double_blocks.3.img_mlp: another pack replaced its forward",
+        "20 model calls in 2.7 s, 134 ms each, about 15.0 ms saved in each.",
+        "  residual gates: 114 places, proven bit for bit on this GPU, saves 3.0 ms per model call",
+        f"  {off['label']}: {off['sites']} places, switched off",
+        f"  {off['label']}: {FUSED['disabled'][0]['reason']}",
+        f"  {note}",
         "FLUX Fast Path 0.1.0 · ComfyUI 0.29.0 · PyTorch 2.11.0",
     ):
-        assert line in text.splitlines()
-    assert "GELU in the GEMM" not in text
+        assert line in text.splitlines(), line
+    assert "GELUs in the GEMM" not in text and FUSED["disabled"][0]["signature"] not in text
+
+
+def test_what_is_not_exact_is_not_called_proven():
+    bounded = {"op": "linear_gelu", "label": "GELUs in the GEMM", "sites": 76, "launches": 1520, "state": "bounded", "saved_ms_per_step": -0.3}
+    text = describe({**FUSED, "ops": [bounded], "saved_ms_per_step": -0.3})
+    assert "  GELUs in the GEMM: 76 places, checked on this GPU: differs from ComfyUI by rounding only, costs 0.3 ms per model call" in text.splitlines()
+    assert "proven" not in text and "0.3 ms more in each" in text and "-0.3" not in text
 
 
 def test_a_run_that_stepped_aside_says_why_and_that_the_image_is_unaffected():
@@ -90,8 +104,15 @@ def test_a_high_tier_that_stepped_aside_is_lossless_and_gives_its_reasons():
 
 
 @pytest.mark.parametrize("outcome, words", [("interrupted", "was interrupted"), ("error", "ended with an error")])
-def test_a_run_that_did_not_finish_says_so(outcome, words):
-    assert words in describe({**FUSED, "outcome": outcome})
+@pytest.mark.parametrize("report", [FUSED, {**FUSED, "steps": 0}, ASIDE], ids=["fused", "before the first step", "stepped aside"])
+def test_a_run_that_did_not_finish_says_so_and_claims_nothing_of_an_image(report, outcome, words):
+    text = describe({**report, "outcome": outcome})
+    assert words in text and "bit-identical" not in text and "unaffected" not in text
+
+
+def test_a_run_without_a_step_claims_nothing():
+    text = describe({**FUSED, "steps": 0, "ops": [], "disabled": [], "notes": []})
+    assert text.splitlines()[1:3] == ["No step was sampled.", ""] and "fast path was on" not in text
 
 
 @pytest.mark.parametrize("key", sorted(FUSED))

@@ -60,7 +60,7 @@ function onReport(event) {
   })
 }
 
-// One toast for each part that was switched off, the first time this browser hears of it.
+// One toast for all parts that were switched off and that this browser has not heard of yet.
 function announce(report) {
   const seen = readSeen()
   const fresh = report.disabled.filter((item) => !seen.includes(seenKey(report, item)))
@@ -68,8 +68,12 @@ function announce(report) {
   writeSeen([...seen, ...fresh.map((item) => seenKey(report, item))])
   if (setting(TOAST) === false) return
   const { say, op } = texts()
-  const detail = say('toastDetail', { op: op(fresh[0]), reason: fresh[0].reason })
-  attempt('the toast', () => app.extensionManager.toast.add({ severity: 'warn', summary: say('toastTitle'), detail, life: 10000 }))
+  const parts = [...new Set(fresh.map(op))]
+  const summary = say(parts.length > 1 ? 'toastMany' : 'toastOne', { count: parts.length })
+  const what = parts.length > 1 ? parts.join(say('and')) : say('off', { op: parts[0], reason: fresh[0].reason })
+  // Tier high without its kernel draws the lossless image: another one than it would have.
+  const detail = say(report.high ? 'toastHigh' : 'toastUnaffected', { what })
+  attempt('the toast', () => app.extensionManager.toast.add({ severity: 'warn', summary, detail, life: 10000 }))
 }
 
 const seenKey = (report, item) => `${report.gpu}/${item.op}/${item.signature}`
@@ -113,7 +117,7 @@ attempt('the extension', () =>
         id: TOAST,
         category: ['FLUX Fast Path', 'Notifications', 'Toast'],
         name: 'Tell me when a part is switched off',
-        tooltip: 'Shows one message the first time a part of FLUX Fast Path is switched off on this GPU. Pictures never change.',
+        tooltip: 'Shows one message the first time a part of FLUX Fast Path is switched off on this GPU. This setting never changes an image.',
         type: 'boolean',
         defaultValue: true
       }

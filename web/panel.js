@@ -7,7 +7,10 @@ function element(tag, className, ...children) {
   return made
 }
 
-const milliseconds = (value, digits = 1) => `${value.toFixed(digits)} ms`
+const milliseconds = (value) => `${value.toFixed(1)} ms`
+
+// How the time of a call changed, as text: "−" faster, "+" slower, "" when nothing is left after rounding.
+const sign = (saved) => (Math.abs(saved) < 0.05 ? '' : saved > 0 ? '−' : '+')
 
 export function createPanel({ texts, refresh }) {
   let container = null
@@ -23,7 +26,7 @@ export function createPanel({ texts, refresh }) {
     const button = element('button', 'ffp-refresh', say('refresh'))
     button.type = 'button'
     button.addEventListener('click', refresh)
-    const title = element('span', 'ffp-title', 'FLUX Fast Path')
+    const title = element('span', 'ffp-title', say('title'))
     const version = state.version ? element('span', 'ffp-faint', ` ${state.version}`) : null
     const body = state.reports.length
       ? state.reports.map(run)
@@ -47,23 +50,28 @@ export function createPanel({ texts, refresh }) {
     const ended = ['running', 'interrupted', 'error'].includes(report.outcome) ? report.outcome : null
     const name = ended ? say(ended) : say(report.fused ? 'fused' : 'aside')
     const pill = element('span', `ffp-pill ${ended === 'error' || !report.fused ? 'ffp-off' : 'ffp-on'}`, name)
-    const saved = report.saved !== null && report.fused ? ` · −${milliseconds(report.saved, 0)}/step` : ''
-    return element('summary', '', `${say('run')} ${report.run} · ${report.tier}${saved} `, pill)
+    const change = report.saved !== null && report.fused ? ` · ${say('perCall', { time: `${sign(report.saved)}${milliseconds(Math.abs(report.saved))}` })}` : ''
+    return element('summary', '', `${say('run')} ${report.run} · ${tier(report)}${change} `, pill)
   }
 
   function content(report) {
     const { say } = texts()
     if (!report.fused) {
       const reason = element('p', 'ffp-reason', report.reason ?? say('aside'))
-      return [reason, element('p', 'ffp-faint', say('unaffected')), facts(report), ...rest(report)]
+      return [reason, claim(report, 'unaffected', 'ffp-faint'), facts(report), ...rest(report)]
     }
-    const exact = say(report.high?.mounted ? 'close' : 'identical')
-    return [element('p', '', exact), facts(report), bars(report), ...rest(report)]
+    return [claim(report, report.high?.mounted ? 'close' : 'identical', ''), facts(report), bars(report), ...rest(report)]
+  }
+
+  // Of an image that there is none of yet, or that never came, nothing can be said.
+  function claim(report, key, className) {
+    return report.outcome === 'finished' ? element('p', className, texts().say(key)) : null
   }
 
   function rest(report) {
     const { say, op } = texts()
-    const off = report.disabled.map((item) => `${op(item)}${item.signature ? ` (${item.signature})` : ''}: ${item.reason}`)
+    // One part can fail for several signatures, which mean nothing to people who paint.
+    const off = [...new Set(report.disabled.map((item) => say('off', { op: op(item), reason: item.reason })))]
     const versions = [report.core && `ComfyUI ${report.core}`, report.torch && `PyTorch ${report.torch}`, report.started.replace('T', ' ')]
     return [
       high(report),
@@ -78,8 +86,8 @@ export function createPanel({ texts, refresh }) {
     const rows = [
       [say('model'), [report.model, report.dtype].filter(Boolean).join(', ')],
       [say('gpu'), report.gpu],
-      [say('tier'), report.tier],
-      [say('blocks'), report.blocks || null],
+      [say('tier'), tier(report)],
+      [say('blocks'), blocks(report)],
       [say('steps'), report.steps],
       [say('perStep'), report.msPerStep === null ? null : milliseconds(report.msPerStep)],
       [say('saved'), saved(report)]
@@ -88,10 +96,20 @@ export function createPanel({ texts, refresh }) {
     return element('dl', 'ffp-facts', ...known.flatMap(([name, value]) => [element('dt', '', name), element('dd', '', String(value))]))
   }
 
+  const tier = (report) => texts().say(`tier_${report.tier}`)
+
+  function blocks(report) {
+    if (!report.blocks) return null
+    return report.mounted === null ? report.blocks : `${report.mounted} / ${report.blocks}`
+  }
+
   function saved(report) {
-    if (report.saved !== null) return milliseconds(report.saved)
+    if (report.saved !== null) return spared(report.saved)
     return report.fused ? texts().say('notTimed') : null
   }
+
+  // What was saved, or "+0.3 ms (slower)": a kernel can lose on small images.
+  const spared = (value) => (sign(value) === '+' ? texts().say('slower', { time: `+${milliseconds(-value)}` }) : milliseconds(Math.abs(value)))
 
   function bars(report) {
     const { say, op } = texts()
@@ -102,7 +120,7 @@ export function createPanel({ texts, refresh }) {
       const bar = element('span', `ffp-bar ffp-${item.state === 'disabled' ? 'off' : 'on'}`)
       bar.style.width = `${Math.max(0, ((item.saved ?? 0) / longest) * 100)}%`
       const state = say(`state_${item.state}`)
-      const value = item.saved === null ? state : `${milliseconds(item.saved)} · ${state}`
+      const value = item.saved === null ? state : `${spared(item.saved)} · ${state}`
       return element(
         'div',
         'ffp-row',

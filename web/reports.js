@@ -65,6 +65,7 @@ export function readReport(value) {
     tier: value.tier === 'high' ? 'high' : 'lossless',
     high: readHigh(value.high),
     blocks: readBlocks(value.blocks),
+    mounted: number(value.blocks_mounted),
     steps: number(value.steps),
     seconds: number(value.seconds),
     msPerStep: number(value.ms_per_step),
