@@ -69,8 +69,9 @@ function announce(report) {
   if (setting(TOAST) === false) return
   const { say, op } = texts()
   const parts = [...new Set(fresh.map(op))]
+  const reasons = [...new Set(fresh.map((item) => item.reason))]
   const summary = say(parts.length > 1 ? 'toastMany' : 'toastOne', { count: parts.length })
-  const what = parts.length > 1 ? parts.join(say('and')) : say('off', { op: parts[0], reason: fresh[0].reason })
+  const what = say('off', { op: parts.join(say('and')), reason: reasons.join('; ') })
   // Tier high without its kernel draws the lossless image: another one than it would have.
   const detail = say(report.high ? 'toastHigh' : 'toastUnaffected', { what })
   attempt('the toast', () => app.extensionManager.toast.add({ severity: 'warn', summary, detail, life: 10000 }))

@@ -9,8 +9,9 @@ function element(tag, className, ...children) {
 
 const milliseconds = (value) => `${value.toFixed(1)} ms`
 
-// How the time of a call changed, as text: "−" faster, "+" slower, "" when nothing is left after rounding.
-const sign = (saved) => (Math.abs(saved) < 0.05 ? '' : saved > 0 ? '−' : '+')
+// How the time of a call changed: "−15.0 ms", or "+0.3 ms" where a kernel lost, as on small images it can.
+const slower = (saved) => saved <= -0.05
+const change = (saved) => `${slower(saved) ? '+' : '−'}${milliseconds(Math.abs(saved))}`
 
 export function createPanel({ texts, refresh }) {
   let container = null
@@ -50,8 +51,9 @@ export function createPanel({ texts, refresh }) {
     const ended = ['running', 'interrupted', 'error'].includes(report.outcome) ? report.outcome : null
     const name = ended ? say(ended) : say(report.fused ? 'fused' : 'aside')
     const pill = element('span', `ffp-pill ${ended === 'error' || !report.fused ? 'ffp-off' : 'ffp-on'}`, name)
-    const change = report.saved !== null && report.fused ? ` · ${say('perCall', { time: `${sign(report.saved)}${milliseconds(Math.abs(report.saved))}` })}` : ''
-    return element('summary', '', `${say('run')} ${report.run} · ${tier(report)}${change} `, pill)
+    const heading = [`${say('run')} ${report.run}`, tier(report)]
+    if (report.saved !== null && report.fused) heading.push(say('perCall', { time: change(report.saved) }))
+    return element('summary', '', `${heading.join(' · ')} `, pill)
   }
 
   function content(report) {
@@ -65,7 +67,7 @@ export function createPanel({ texts, refresh }) {
 
   // Of an image that there is none of yet, or that never came, nothing can be said.
   function claim(report, key, className) {
-    return report.outcome === 'finished' ? element('p', className, texts().say(key)) : null
+    return report.outcome === 'finished' && report.steps !== 0 ? element('p', className, texts().say(key)) : null
   }
 
   function rest(report) {
@@ -108,8 +110,7 @@ export function createPanel({ texts, refresh }) {
     return report.fused ? texts().say('notTimed') : null
   }
 
-  // What was saved, or "+0.3 ms (slower)": a kernel can lose on small images.
-  const spared = (value) => (sign(value) === '+' ? texts().say('slower', { time: `+${milliseconds(-value)}` }) : milliseconds(Math.abs(value)))
+  const spared = (value) => (slower(value) ? texts().say('slower', { time: change(value) }) : milliseconds(Math.abs(value)))
 
   function bars(report) {
     const { say, op } = texts()

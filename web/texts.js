@@ -43,8 +43,8 @@ const TEXTS = {
     state_idle: 'idle',
     toastOne: 'FLUX Fast Path switched one part off',
     toastMany: 'FLUX Fast Path switched {count} parts off',
-    toastUnaffected: '{what}. The image is unaffected: ComfyUI\'s own code runs there, at its usual speed.',
-    toastHigh: '{what}. ComfyUI\'s own code runs there, at its usual speed.',
+    toastUnaffected: "{what}. The image is unaffected: ComfyUI's own code runs there, at its usual speed.",
+    toastHigh: "{what}. ComfyUI's own code runs there, at its usual speed.",
     and: ', ',
     ops: {}
   },

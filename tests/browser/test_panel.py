@@ -1,6 +1,7 @@
 """What a person sees around the graph: the panel, the toast, the settings, and what a report does to them."""
 
 import json
+import re
 
 import pytest
 from made_up_report import FUSED
@@ -19,9 +20,11 @@ def wait_for_queue(front, running):
 def test_the_panel_shows_what_was_fused_and_what_was_switched_off(front):
     front.send_report(FUSED)
     text = front.panel().inner_text()
-    for words in ("Run 1003", "Test GPU", "Flux, bfloat16", "134.3 ms", "15.0 ms", "residual gates · 114 places", "6.0 ms · proven"):
+    for words in ("Run 1003 · lossless · −15.0 ms per call", "Bit-identical", "Test GPU", "Flux, bfloat16", "57 / 57", "134.3 ms", "residual gates · 114 places", "6.0 ms · proven"):
         assert words in text
-    assert "GELU + concat (bfloat16 (3072, 12288) on Test GPU): its bits differ from core's on this GPU" in text
+    assert re.search(r"Model calls\s+20\s+Time per model call\s+134.3 ms\s+Saved per model call\s+15.0 ms\s", text)
+    assert "GELU + concat: its bits differ from core's on this GPU" in text
+    assert FUSED["disabled"][0]["signature"] not in text
     assert "hooks of another pack and stays as it is" in text
     widths = front.page.locator(".ffp-bar").evaluate_all("bars => bars.map(bar => bar.style.width)")
     assert [round(float(width.rstrip("%"))) for width in widths] == [50, 80, 100, 21, 0]
@@ -34,7 +37,7 @@ def test_a_report_that_is_updated_replaces_itself_and_keeps_what_is_open(front):
     panel = front.panel()
     panel.locator("summary", has_text="Run 2001 ").click()
     front.send_report({**FUSED, "run": 2002, "saved_ms_per_step": 16.0})
-    shown = panel.locator("summary", has_text="16 ms/step")
+    shown = panel.locator("summary", has_text="−16.0 ms per call")
     assert shown.count() == 1
     assert panel.locator("details[open] summary", has_text="Run 2001 ").count() == 1
 
@@ -48,6 +51,15 @@ def test_the_first_time_a_part_is_switched_off_one_toast_says_so(front):
     front.send_report({**FUSED, "run": 1004})
     front.page.wait_for_timeout(500)
     assert toasts.count() == 1
+
+
+def test_several_parts_that_are_switched_off_at_once_are_counted_in_one_toast(front):
+    off = FUSED["disabled"][0]
+    front.send_report({**FUSED, "disabled": [off, {**off, "signature": "another"}, {**off, "op": "residual_gate"}]})
+    toasts = front.page.locator(".p-toast-message", has_text="FLUX Fast Path switched 2 parts off")
+    toasts.first.wait_for()
+    assert "GELU + concat, residual gates: its bits differ from core's on this GPU." in toasts.first.inner_text()
+    assert front.page.locator(".p-toast-message").count() == 1
 
 
 def test_the_toast_can_be_switched_off(front):
@@ -86,11 +98,44 @@ def test_markup_in_a_report_is_shown_as_text(front):
     assert front.page.locator(".ffp img").count() == 0
 
 
+def details(front, report):
+    """What the panel says of a run, opened."""
+    front.send_report(report)
+    run = front.panel().locator("details", has_text=f"Run {report['run']} ")
+    if run.get_attribute("open") is None:
+        run.locator("summary").click()
+    return run.inner_text()
+
+
+@pytest.mark.parametrize("outcome, words", [("running", "running"), ("interrupted", "interrupted"), ("error", "error")])
+@pytest.mark.parametrize("state", ["fused", "stepped_aside"])
+def test_of_a_run_that_did_not_finish_nothing_is_claimed_of_its_image(front, state, outcome, words):
+    text = details(front, {**FUSED, "outcome": outcome, "state": state, "reason": "a made-up reason" if state == "stepped_aside" else None})
+    assert words in text and "Bit-identical" not in text and "unaffected" not in text
+
+
+def test_a_run_that_stepped_aside_says_why_and_that_the_image_is_unaffected(front):
+    reason = "FLUX Fast Path is off and the tier is lossless"
+    text = details(front, {**FUSED, "state": "stepped_aside", "reason": reason, "ops": [], "disabled": [], "notes": [], "blocks_mounted": 0, "saved_ms_per_step": None})
+    assert "stepped aside" in text and reason in text and "The image is unaffected" in text and "Bit-identical" not in text
+
+
+def test_tier_high_is_called_checked_and_a_loss_of_time_is_called_one(front):
+    gemm = {"op": "linear_gelu", "label": "GELUs in the GEMM", "sites": 76, "launches": 1520, "state": "bounded", "saved_ms_per_step": -0.3}
+    high = {"state": "mounted", "sites": 76, "of": 76, "reasons": [], "max_relative_error": 0.0029}
+    text = details(front, {**FUSED, "tier": "high", "high": high, "ops": [gemm], "disabled": [], "saved_ms_per_step": -0.3, "blocks_mounted": 55})
+    for words in ("Run 1003 · high · +0.3 ms per call", "not bit-identical", "55 / 57", "+0.3 ms (slower) · checked: differs by rounding only"):
+        assert words in text
+    assert "proven" not in text and "−" not in text and "-0.3" not in text
+
+
 def test_the_panel_and_the_nodes_speak_chinese_when_comfyui_does(front):
     front.server.set(Comfy__Locale="zh")
     front.open()
     front.send_report(FUSED)
-    assert "每步节省" in front.panel().inner_text() and "残差门控" in front.panel().inner_text()
+    text = front.panel().inner_text()
+    for words in ("FLUX 快速通道", "运行 1003 · 无损", "模型调用次数", "每次模型调用节省", "残差门控"):
+        assert words in text
     title = front.page.evaluate("() => { const n = LiteGraph.createNode('FluxFastPath'); app.graph.add(n); return n.title }")
     assert title == "FLUX 快速通道"
     front.screenshot("panel-zh")
