@@ -1,6 +1,7 @@
 """What a person sees in the graph: nodes found by name, examples that load, workflows that run and tell of it, in both renderers."""
 
 import copy
+import itertools
 import json
 
 import comfy_server
@@ -25,6 +26,13 @@ def example(name):
 
 def unknown_types(front):
     return front.page.evaluate("() => app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)")
+
+
+def overlapping(front):
+    """Pairs of nodes that cover each other, as the frontend draws them: larger than the file says where their content asks for it."""
+    boxes = front.page.evaluate("() => app.graph.nodes.map(n => { n.updateArea?.(); return [n.id, n.type, ...n.boundingRect] })")
+    pairs = itertools.combinations(boxes, 2)
+    return [(a[:2], b[:2]) for a, b in pairs if all(a[i] < b[i] + b[i + 2] and b[i] < a[i] + a[i + 2] for i in (2, 3))]
 
 
 @pytest.mark.parametrize("query, expected", [("flux fast", "FluxFastPath"), ("flux quality", "FluxQualityTier"), ("fast path status", "FluxFastPathReport"), ("psnr", "FluxQualityCompare"), ("bit identical", "FluxLatentCompare")])
@@ -66,6 +74,7 @@ def test_an_example_keeps_every_widget_value_and_link(front, renderer, name):
     assert len(loaded["links"]) == len(workflow["links"])
     values = {node["id"]: node.get("widgets_values") or [] for node in loaded["nodes"]}
     assert values == {node["id"]: node.get("widgets_values", []) for node in workflow["nodes"]}
+    assert overlapping(front) == []
 
 
 @RENDERERS
@@ -103,6 +112,9 @@ def test_the_compare_nodes_show_their_result(front):
     assert outcome["status"]["status_str"] == "success"
     assert "Identical: every bit" in front.wait_for_text("FluxQualityCompare", "1 image, 64 × 64")
     assert "Bit-identical" in front.wait_for_text("FluxLatentCompare", "1 × 16 × 8 × 8")
+    front.wait_for_text("FluxFastPathReport", "· high")
+    reports = [report for output in outcome["outputs"].values() for report in output.get("flux_fast_path_report", [])]
+    assert [report["tier"] for report in reports] == ["high"], "the report is that of the wired branch"
     front.enlarge("PreviewImage", 500, 300)
     front.fit()
     front.screenshot("quality-compare")
@@ -113,12 +125,30 @@ def test_the_kontext_workflow_runs(front):
     assert front.run()["status"]["status_str"] == "success"
 
 
+@pytest.mark.parametrize("locale, words", [("en", "How to use it"), ("zh", "使用方法"), ("ru", "How to use it")])
+def test_the_help_panel_shows_the_page_in_comfyuis_language(front, locale, words):
+    front.server.set(Comfy__Locale=locale)
+    front.open()
+    front.page.evaluate("() => { app.graph.clear(); app.graph.add(LiteGraph.createNode('FluxFastPath')) }")
+    front.fit()
+    title = """() => {
+        const [x, y] = app.canvas.ds.convertOffsetToCanvas([app.graph.nodes[0].pos[0] + 60, app.graph.nodes[0].pos[1] - 12])
+        const canvas = app.canvas.canvas.getBoundingClientRect()
+        return [x + canvas.left, y + canvas.top]
+    }"""
+    front.page.mouse.click(*front.page.evaluate(title))
+    front.page.get_by_test_id("info-button").click()
+    front.page.get_by_role("heading", name=words).wait_for()
+    front.screenshot(f"help-{locale}")
+    # Where a language has no page of its own, the frontend finds that out by asking.
+    front.complaints[:] = [text for text in front.complaints if not text.endswith(f"/docs/FluxFastPath/{locale}.md)") or locale == "zh"]
+
+
 @pytest.mark.parametrize("node_type", sorted(DISPLAY_NAMES))
 def test_every_node_has_a_help_page(front, node_type):
-    front.page.evaluate("type => { const n = LiteGraph.createNode(type); app.graph.add(n); app.canvas.select(n) }", node_type)
-    front.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
-    answer = front.page.evaluate("path => fetch(path).then(r => r.ok ? r.text() : '')", f"/extensions/flux-fast-path/docs/{node_type}.md")
-    assert answer.startswith(f"# {DISPLAY_NAMES[node_type]}")
+    for page, name in ((f"{node_type}.md", DISPLAY_NAMES[node_type]), (f"{node_type}/zh.md", "FLUX ")):
+        answer = front.page.evaluate("path => fetch(path).then(r => r.ok ? r.text() : '')", f"/extensions/flux-fast-path/docs/{page}")
+        assert answer.startswith(f"# {name}")
 
 
 def test_switching_the_renderer_live_keeps_the_text_and_complains_of_nothing(front):

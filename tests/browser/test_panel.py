@@ -18,6 +18,7 @@ def wait_for_queue(front, running):
 
 
 def test_the_panel_shows_what_was_fused_and_what_was_switched_off(front):
+    front.load_api("flux_fast_path")  # ComfyUI's default workflow misses its model here, and shows it in red
     front.send_report(FUSED)
     text = front.panel().inner_text()
     for words in ("Run 1003 · lossless · −15.0 ms per call", "Bit-identical", "Test GPU", "Flux, bfloat16", "57 / 57", "134.3 ms", "residual gates · 114 places", "6.0 ms · proven"):
@@ -127,6 +128,7 @@ def test_tier_high_is_called_checked_and_a_loss_of_time_is_called_one(front):
     for words in ("Run 1003 · high · +0.3 ms per call", "not bit-identical", "55 / 57", "+0.3 ms (slower) · checked: differs by rounding only"):
         assert words in text
     assert "proven" not in text and "−" not in text and "-0.3" not in text
+    front.screenshot("panel-high")
 
 
 def test_the_panel_and_the_nodes_speak_chinese_when_comfyui_does(front):
@@ -139,6 +141,16 @@ def test_the_panel_and_the_nodes_speak_chinese_when_comfyui_does(front):
     title = front.page.evaluate("() => { const n = LiteGraph.createNode('FluxFastPath'); app.graph.add(n); return n.title }")
     assert title == "FLUX 快速通道"
     front.screenshot("panel-zh")
+
+
+def test_readers_of_traditional_chinese_see_one_language(front):
+    """Neither the nodes nor the panel are translated into it."""
+    front.server.set(Comfy__Locale="zh-TW")
+    front.open()
+    front.send_report(FUSED)
+    text = front.panel().inner_text()
+    title = front.page.evaluate("() => { const n = LiteGraph.createNode('FluxFastPath'); app.graph.add(n); return n.title }")
+    assert title == "FLUX Fast Path" and text.startswith(title) and "Model calls" in text
 
 
 def test_the_settings_and_the_about_page_name_the_pack(front):
