@@ -6,6 +6,8 @@ MLP part, whose activated result is written straight into the buffer that core's
 
 from __future__ import annotations
 
+from threading import get_ident
+
 import torch
 import torch.nn.functional as F
 
@@ -149,7 +151,7 @@ class MlpColumns(Pending):
 def up_forward(module, shared, active):
     def forward(x, *args, **kwargs):
         x = real(x)
-        if not active[0] or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
+        if active[0] != get_ident() or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
             return type(module).forward(module, x, *args, **kwargs)
         return UpProjection(x, module)
 
@@ -169,7 +171,7 @@ def linear1_forward(hidden):
     def make(module, shared, active):
         def forward(x, *args, **kwargs):
             x = real(x)
-            if not active[0] or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
+            if active[0] != get_ident() or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
                 return type(module).forward(module, x, *args, **kwargs)
             with lent(module, x) as (weight, bias):
                 qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])

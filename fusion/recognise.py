@@ -70,7 +70,9 @@ def _is_from_its_file(function) -> bool:
 
 def digest(*functions) -> str | None:
     """A digest of the functions' source, the same on every Python; None when a source cannot be read."""
-    codes = tuple(getattr(f, "__code__", f) for f in functions)
+    codes = tuple(getattr(f, "__code__", None) for f in functions)
+    if None in codes:
+        return None  # no Python function; remembering it could keep alive what it holds
     key = tuple(map(id, codes))
     if key not in _digests:
         try:
@@ -116,7 +118,7 @@ def is_own_forward(cls: type) -> bool:
 def is_known_leaf(kind: str, module) -> bool:
     """Whether `module` is of a class that computes what the leaf of this kind defers. Asked at each model call, so remembered by class."""
     cls = type(module)
-    key = kind, cls, cls.forward
+    key = kind, cls, getattr(cls.forward, "__code__", None)  # the function itself could keep a model alive
     if key not in _known_leaves:
         known = (cls.__module__, cls.__qualname__) in LEAF_CLASSES[kind] or (kind == "LayerNorm" and cls.__qualname__ == "GGMLOps.LayerNorm")
         if len(_known_leaves) > 256:
@@ -138,7 +140,18 @@ def _child(module, path: str):
 
 
 def is_compiled(diffusion_model) -> bool:
-    return type(diffusion_model).__name__ == "OptimizedModule"
+    """Whether torch.compile has wrapped the model, been called on it in place, or made one of its functions."""
+    if type(diffusion_model).__name__ == "OptimizedModule" or getattr(diffusion_model, "_compiled_call_impl", None) is not None:
+        return True
+    own = getattr(diffusion_model, "__dict__", {})
+    return any(hasattr(own.get(name), "_torchdynamo_orig_callable") for name in ("forward", "forward_orig"))
+
+
+def is_own_rope(attention) -> bool:
+    """Whether the rotation that `attention` calls is the one its module was written with: another one gets tensors, as it may expect."""
+    names = attention.__globals__
+    found = [names[name] for name in ("apply_rope", "apply_rope1") if name in names]
+    return all(getattr(f, "__globals__", None) is names and digest(f) is not None for f in found)
 
 
 def why_not_family(diffusion_model) -> str | None:
@@ -191,6 +204,8 @@ def why_not_structure(diffusion_model) -> str | None:
     """The part that holds for as long as the blocks and what hangs on them are the same objects, so it is asked when a plan is made."""
     for kind, blocks, children in (("double", diffusion_model.double_blocks, DOUBLE_CHILDREN), ("single", diffusion_model.single_blocks, SINGLE_CHILDREN)):
         for block in blocks:
+            if any(type(m).__name__ == "OptimizedModule" for m in block.modules()):
+                return "parts of its blocks are compiled with torch.compile"
             missing = next((path for path in children if _child(block, path) is None), None)
             if missing:
                 return f"not FLUX.1: a {kind} block has no {missing}"

@@ -4,7 +4,7 @@
 
     schema                1
     version               version of this pack
-    token                 identifies the node application that made the run
+    token, lineage        identify the node application that made the run, and those of our nodes before it on the same model
     run                   number of the run in this process, from 1
     started               local time, ISO 8601 to the second
     seconds               wall time of the run
@@ -21,8 +21,10 @@
     steps                 calls of the model
     ops                   one per kind of fused operation, in a fixed order:
                           {"op": "residual_gate", "label": "residual gates", "sites": 114, "launches": 2280,
-                           "state": "proven" | "bounded" | "disabled" | "partly" | "idle", "saved_ms_per_step": 3.1}
+                           "state": "proven" | "bounded" | "disabled" | "partly" | "refused" | "idle", "saved_ms_per_step": 3.1,
+                           "reason": None or why some or all of its calls ran as core runs them}
                           "bounded": not exact, checked against its rounding bound (tier "high" only)
+                          "refused": never run, since the operands are not what the kernel takes
     saved_ms_per_step     sum over ops; from event times of eager and fused on this GPU at first sight, None if not timed
     ms_per_step           wall time since the first call of the model began / steps, None before that
     disabled              [{"op", "signature", "reason"}]: operations of this run that failed their proof on this GPU
@@ -46,16 +48,16 @@ OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "g
 _numbers = itertools.count(1)
 
 
-def _launches() -> dict:
-    """Launch counts now, by plan. Plans are kept as keys: a run is the difference of two such counts."""
-    return {plan: plan.launches for op in REGISTRY.values() for plan in list(op.plans.values())}
+def _counts() -> dict:
+    """(launches, declined) now, by plan. Plans are kept as keys: a run is the difference of two such counts."""
+    return {plan: (plan.launches, plan.declined) for op in REGISTRY.values() for plan in list(op.plans.values())}
 
 
 class Run:
     """Counts of one sampling run. Cheap to keep: everything is derived from the kernels' own counters when somebody asks."""
 
-    def __init__(self, token: str, tier: str = "lossless"):
-        self.number, self.token, self.tier = next(_numbers), token, tier
+    def __init__(self, token: str, lineage=()):
+        self.number, self.token, self.lineage, self.tier = next(_numbers), token, list(lineage), "lossless"
         self.started, self._clock, self.seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter(), 0.0
         self._first_call = None  # when the first call of the model began: before it, core loads the model
         self.outcome, self.reason, self.phase, self._aside = "running", None, None, 0
@@ -65,7 +67,7 @@ class Run:
         self.blocks, self.sites, self.steps, self.fused_steps, self.mounted = {"double": 0, "single": 0}, {}, 0, 0, 0
         self.notes: dict[str, None] = {}  # a set that keeps its order
         self.high = None
-        self._before = _launches()
+        self._before = _counts()
 
     def count_call(self) -> None:
         """One call of the model begins."""
@@ -94,32 +96,46 @@ class Run:
     def note(self, text: str) -> None:
         self.notes[text] = None
 
+    def note_high(self, found: dict) -> None:
+        """What tier "high" found in one call: mounted in any of them counts, since the image then is not lossless."""
+        with self._lock:
+            was = self.high or found
+            reasons = list(dict.fromkeys((*was["reasons"], *found["reasons"])))
+            mounted = was if was["sites"] >= found["sites"] else found
+            self.high = {**mounted, "reasons": reasons}
+
     def end(self, outcome: str) -> None:
         self.outcome, self.seconds = outcome, time.perf_counter() - self._clock
 
     def _ms_per_step(self, seconds: float) -> float | None:
         return round((self._clock + seconds - self._first_call) * 1e3 / self.steps, 2) if self.steps else None
 
-    def launches(self) -> list[tuple]:
-        """(plan, launches in this run) for every plan of this run's devices that was used."""
-        now = _launches()
-        return [(plan, count - self._before.get(plan, 0)) for plan, count in now.items() if plan.device in self.devices or not self.devices]
+    def plans(self) -> list[tuple]:
+        """(plan, launches, declined) in this run for every plan of this run's devices."""
+        found = []
+        for plan, counts in _counts().items():
+            if plan.device in self.devices or not self.devices:
+                found.append((plan, *(now - then for now, then in zip(counts, self._before.get(plan, (0, 0))))))
+        return found
 
     def _ops(self) -> list[dict]:
-        found, used = [], self.launches()
+        found, used = [], self.plans()
         for name in OPS:
             if not self.sites.get(name):
                 continue
-            mine = [(plan, count) for plan, count in used if plan.op == name]
-            launches = sum(count for _, count in mine)
-            timed = [(plan, count) for plan, count in mine if count and plan.eager_us is not None]
+            mine = [entry for entry in used if entry[0].op == name]
+            launches, declined = (sum(entry[i] for entry in mine) for i in (1, 2))
+            timed = [(plan, count) for plan, count, _ in mine if count and plan.eager_us is not None]
             saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / max(self.fused_steps, 1) if timed else None
-            disabled = any(v.op == name for v in self._disabled())
             good = "proven" if REGISTRY[name].exact else "bounded"
-            state = ("partly" if disabled else good) if launches else "disabled" if disabled else "idle"
+            if any(v.op == name for v in self._disabled()):
+                state = "partly" if launches else "disabled"
+            else:
+                state = ("partly" if declined else good) if launches else "refused" if declined else "idle"
             found.append({
                 "op": name, "label": REGISTRY[name].label, "sites": self.sites[name], "launches": launches, "state": state,
                 "saved_ms_per_step": None if saved is None else round(saved, 3),
+                "reason": next((plan.reason for plan, _, count in mine if count and plan.reason), None),
             })
         return found
 
@@ -142,7 +158,7 @@ class Run:
             notes.append(f"{self._aside} of {self.steps} model calls ran as core runs them: {reason}")
             reason = None
         report = {
-            "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "started": self.started,
+            "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "lineage": self.lineage, "started": self.started,
             "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if reason else "fused", "reason": reason,
             "model": self.model, "gpu": gpu_names(self.devices), "dtype": self.dtype, "core": core_version(), "torch": torch.__version__,
             "tier": self.tier, "high": high, "blocks": dict(self.blocks), "blocks_mounted": self.mounted, "steps": self.steps, "ops": ops,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -66,27 +67,43 @@ def _rotate(function, qs, ks, pe):
     return qk_norm_rope(streams, pe, eps, function, shared.layouts.proven(both, streams, [q.v for q in qs]))
 
 
-def _implementation(attention) -> tuple:
-    """What tells one attention from another: packs replace core's, or torch's, while the process runs."""
-    below = getattr(attention, "__globals__", {}).get("optimized_attention")
-    functions = (attention, below, F.scaled_dot_product_attention)
-    return tuple((id(f), id(getattr(f, "__code__", None))) for f in functions)
+_sdpa = F.scaled_dot_product_attention  # torch's own, or what stood there when the pack was imported
+_verdicts: dict[tuple, bool] = {}  # for all models: shapes, not weights, are what they are about
+
+
+def _takes_any_order(attention) -> bool:
+    """Whether `attention` ends in torch's attention and nothing else: others may reduce over tokens in an order that follows memory."""
+    below = attention.__globals__.get("optimized_attention")
+    if F.scaled_dot_product_attention is not _sdpa:
+        return False
+    if below is None:
+        return True  # it calls torch's itself; its source is one that `recognise` knows
+    home = sys.modules.get("comfy.ldm.modules.attention")
+    return below is getattr(home, "attention_pytorch", None) and below.__code__.co_filename == home.__file__
+
+
+def _backends() -> tuple:
+    """Which of torch's attention backends may be chosen now."""
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), getattr(cuda, "cudnn_sdp_enabled", bool)()
 
 
 class AttentionLayouts:
     """Whether attention gives the same bits for q and k in (B, L, heads, D) memory order as in core's (B, heads, L, D).
 
-    Attention backends are chosen by stride too, so this is proven through core's own attention, once per shape and implementation, before
-    it is relied on. Token-major order makes the reshape after attention free.
+    torch's attention chooses a backend by stride too, so this is proven through core's own function, once per shape, before it is relied on.
+    Token-major order makes the reshape after attention free. Any other attention gets core's order.
     """
 
     def __init__(self, attention):
-        self.attention, self.verdicts = attention, {}  # attention(): what core would call now
+        self.attention, self.verdicts = attention, _verdicts  # attention(): what core would call now
 
     def proven(self, both, streams, values) -> bool:
         """`both(token_major) -> (q, k)`; `streams` say the shapes; `values` are the parts of v, joined as core joins them."""
         first, attention = streams[0], self.attention()
-        key = (tuple(s.base.shape for s in streams), first.base.stride(), first.heads, first.base.dtype, first.base.get_device(), _implementation(attention))
+        if not _takes_any_order(attention):
+            return False
+        key = (tuple(s.base.shape for s in streams), first.base.stride(), first.heads, first.base.dtype, first.base.get_device(), _backends(), attention.__code__)
         verdict = self.verdicts.get(key)
         if verdict is None:
             if first.base.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -99,7 +116,7 @@ class AttentionLayouts:
             except Exception as error:  # an attention that takes no other order; core's call of it is still to come, and its own affair
                 log.debug("attention does not take token-major q and k: %s", error)
                 verdict = False
-            if len(self.verdicts) > MAX_VERDICTS:
+            if len(self.verdicts) >= MAX_VERDICTS:
                 self.verdicts.clear()
             self.verdicts[key] = verdict
         return verdict

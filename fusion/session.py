@@ -7,81 +7,24 @@ torch.compile, hooks and multi-GPU cores run another module object than the one 
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 import weakref
-from contextlib import contextmanager
 
 import torch
 
 from ..kernels import build
 from . import recognise, surroundings
 from .high import is_touched
+from .mounting import KINDS, current_plan, forget, mounted, plan_for
 from .report import Run
+from .shared import READ_BY_PATCHES
 from .sites import Plan
 from .table import register_comfy_kitchen
 
 log = logging.getLogger("flux_fast_path")
 
 KEY = "flux_fast_path"  # of our wrappers and of our plain-data options
-KINDS = frozenset(("modulation", "norm", "projection", "single_projection", "qk", "gelu"))  # lossless: bit-identical, every one of them
-OUTER_SAMPLE, APPLY_MODEL = "outer_sample", "apply_model"  # comfy.patcher_extension.WrappersMP
-
-_plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # diffusion model -> (what the plan was made from, Plan)
-_plans_lock = threading.Lock()
-
-
-def current_plan(diffusion_model) -> Plan | None:
-    """The plan on record, unless a block or leaf is another object since, or a class has another forward than it had."""
-    found = _plans.get(diffusion_model)
-    blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
-    return found[1] if found and found[0] == _made_from(blocks, found[1]) else None
-
-
-def plan_for(diffusion_model) -> Plan:
-    """The model's leaves, found once for as long as they stay what they are. The model is one that `recognise` knows."""
-    with _plans_lock:
-        plan = current_plan(diffusion_model)
-        if plan is None:
-            plan = Plan(diffusion_model)
-            blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
-            plan.classes = tuple({type(m) for b in blocks for m in b.modules()})
-            _plans[diffusion_model] = _made_from(blocks, plan), plan
-    return plan
-
-
-def _made_from(blocks, plan: Plan) -> tuple:
-    """Identities of all that a plan rests on."""
-    return list(map(id, blocks)), [id(m) for place in plan.places for m in place.values()], [cls.forward for cls in plan.classes]
-
-
-@contextmanager
-def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool = False, note=lambda text: None):
-    """Give the plan's blocks the forwards that mount their leaves, for the duration of the `with`; yields how many blocks it could.
-
-    Only the instance attribute `forward` is used, and only where there is none: a block that another pack has patched stays as it is.
-    Removal is in `finally`, since ComfyUI's interrupt is not an `Exception`.
-    """
-    call = plan.shared.begin(kinds, token_major, share_silu, note)
-    owned = []
-    try:
-        for text in plan.notes:
-            note(text)
-        for block, forward in plan.units:
-            attributes = block.__dict__
-            if attributes.get("forward") is forward:
-                continue  # an outer or another thread's call has mounted it, and will restore it
-            if "forward" in attributes:
-                note(f"a {type(block).__name__} has a forward of another pack and stays as it is")
-            else:
-                owned.append((attributes, forward))
-                attributes["forward"] = forward
-        yield sum(block.__dict__.get("forward") is forward for block, forward in plan.units[: sum(plan.blocks.values())])
-    finally:
-        for attributes, forward in owned:
-            if attributes.get("forward") is forward:
-                del attributes["forward"]
-        plan.shared.end(call)
+OUTER_SAMPLE, APPLY_MODEL, DIFFUSION_MODEL = "outer_sample", "apply_model", "diffusion_model"  # comfy.patcher_extension.WrappersMP
 
 
 def plan_or_reason(base_model, x, dtype: torch.dtype, transformer_options: dict) -> tuple[Plan | None, str | None]:
@@ -113,8 +56,9 @@ def compute_dtype(base_model) -> torch.dtype:
 class Application:
     """One application of a node to a model: what its wrappers share. Holds no model and no tensor."""
 
-    def __init__(self, token: str, publish, nodes: list):
-        self.token, self.publish, self.nodes, self.run = token, publish, nodes, None
+    def __init__(self, token: str, publish, nodes: list, lineage: list):
+        self.token, self.publish, self.nodes, self.lineage, self.run = token, publish, nodes, lineage, None
+        self.models = weakref.WeakSet()  # that a run has called
 
     def __deepcopy__(self, memo):
         return self  # core 0.3.64 deep-copies options, wrappers' owners included; a copy would report to nobody
@@ -129,7 +73,7 @@ class Application:
 
     def outer_sample(self, executor, *args, **kwargs):
         """Core's OUTER_SAMPLE wrapper. Runs before the model is loaded, so it only frames the run."""
-        run = self.run = Run(self.token)
+        run = self.run = Run(self.token, self.lineage)
         outcome = "error"
         try:
             result = executor(*args, **kwargs)
@@ -141,12 +85,14 @@ class Application:
             raise
         finally:
             run.end(outcome)
+            for model in list(self.models):
+                forget(model)
             self.tell(run)
 
     def apply_model(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, *args, **kwargs):  # noqa: B006 core's own default
         """Core's APPLY_MODEL wrapper."""
         if self.run is None:
-            self.run = Run(self.token)  # somebody calls the model without the sampler
+            self.run = Run(self.token, self.lineage)  # somebody calls the model without the sampler
         run, options = self.run, transformer_options.get(KEY) or {}
         run.tier = options.get("tier", "lossless")
         run.count_call()
@@ -168,7 +114,8 @@ class Application:
             run.step_aside(reason)
             return executor(*call, **kwargs)
         register_comfy_kitchen()
-        kinds, *sharing = choices(base.diffusion_model, transformer_options, kwargs, run)
+        self.models.add(base.diffusion_model)
+        kinds, *sharing = choices(base.diffusion_model, plan, transformer_options, kwargs, run)
         run.blocks, run.sites = plan.blocks, plan.sites
         if not options.get("fast_path"):  # only the tier's node is in the graph
             kinds, run.sites = frozenset(), {}
@@ -177,7 +124,11 @@ class Application:
         if not kinds:
             run.step_aside(nothing_to_mount(run))
             return executor(*call, **kwargs)
-        with mounted(plan, kinds, *sharing, note=run.note) as run.mounted:
+        with mounted(plan, kinds, *sharing, note=run.note, device=x.device) as count:
+            if count is None:
+                run.step_aside("another thread is using this model now")
+                return executor(*call, **kwargs)
+            run.mounted = count
             result = executor(*call, **kwargs)
         if run.count_fused():
             self.tell(run)
@@ -191,8 +142,9 @@ def nothing_to_mount(run: Run) -> str:
 
 def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozenset:
     """`kinds` and the site classes of tier "high" that can mount; the run's report learns which and why not."""
-    chosen, run.high = plan.high.choose(device, dtype)
-    run.sites["linear_gelu"] = run.high["sites"]
+    chosen, found = plan.high.choose(device, dtype)
+    run.note_high(found)
+    run.sites["linear_gelu"] = found["sites"]
     if "high_single" in chosen:
         # Its own forward replaces the lossless one of linear1, and needs the GELU's leaf to pass the activated columns on.
         kinds = (kinds - {"single_projection"}) | {"gelu"}
@@ -200,18 +152,24 @@ def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozense
     return kinds | chosen
 
 
-def choices(diffusion_model, transformer_options: dict, conditions: dict, run: Run) -> tuple[frozenset, bool, bool]:
+def choices(diffusion_model, plan: Plan, transformer_options: dict, conditions: dict, run: Run) -> tuple[frozenset, bool, bool]:
     """(kinds to mount, whether attention may be asked for another memory order, whether silu(vec) may be shared) for one call."""
     patches, replaced = transformer_options.get("patches") or {}, transformer_options.get("patches_replace") or {}
     kinds = KINDS
     if "attn1_patch" in patches or "post_input" in patches:
-        kinds = kinds - {"qk", "projection", "single_projection"}
+        kinds = kinds - READ_BY_PATCHES
         run.note("q and k run as core runs them: a patch of another node reads or replaces them")
+    if not recognise.is_own_rope(plan.attention()):
+        kinds = kinds - {"qk"}
+        run.note("q and k run as core runs them: another pack has replaced the rotation (RoPE)")
     simple = not replaced.get("dit") and not patches
     own_attention = "optimized_attention_override" in transformer_options or conditions.get("attention_mask") is not None
     known_loop = "forward_orig" not in diffusion_model.__dict__ and recognise.loop_digest(type(diffusion_model)) in recognise.KNOWN_LOOPS
-    blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
-    return kinds, simple and not own_attention, simple and known_loop and not any(map(is_touched, blocks))
+    # Inside this call others may still come in between the model and its blocks, or between a block and its Modulation.
+    wrappers = transformer_options.get("wrappers") or {}
+    alone = not wrappers.get(DIFFUSION_MODEL) and not any(found for key, found in (wrappers.get(APPLY_MODEL) or {}).items() if key != KEY)
+    watched = (*diffusion_model.double_blocks, *diffusion_model.single_blocks, *plan.modulations)
+    return kinds, simple and not own_attention, simple and known_loop and alone and not any(map(is_touched, watched))
 
 
 def why_not_apply(model) -> str | None:
@@ -225,6 +183,12 @@ def why_not_apply(model) -> str | None:
         return f"{type(model).__name__} holds no diffusion model ({type(error).__name__})"
 
 
+def is_applied(model) -> bool:
+    """Whether one of our nodes has shaped this model already."""
+    options = getattr(model, "model_options", None)
+    return isinstance(options, dict) and KEY in (options.get("transformer_options") or {})
+
+
 def apply(model, publish=lambda run, nodes: None, node=None, **options):
     """A clone of `model` (a ModelPatcher) with the wrapper on; applying it again replaces, so twice equals once.
 
@@ -235,8 +199,9 @@ def apply(model, publish=lambda run, nodes: None, node=None, **options):
     transformer_options = clone.model_options.setdefault("transformer_options", {})
     before = transformer_options.get(KEY) or {}
     nodes = [n for n in before.get("nodes", []) if n != node] + [node]
-    application = Application(uuid.uuid4().hex, publish, nodes)
-    transformer_options[KEY] = {**before, **options, "nodes": nodes, "token": application.token}
+    lineage = [*before.get("lineage", []), *filter(None, [before.get("token")])]
+    application = Application(uuid.uuid4().hex, publish, nodes, lineage)
+    transformer_options[KEY] = {**before, **options, "nodes": nodes, "token": application.token, "lineage": lineage}
     for kind, wrapper in ((OUTER_SAMPLE, application.outer_sample), (APPLY_MODEL, application.apply_model)):
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, wrapper)

@@ -7,52 +7,12 @@ core gives. A block or leaf that another pack has touched (instance forward, hoo
 from __future__ import annotations
 
 import sys
+from threading import get_ident
 
-import torch
-import torch.nn.functional as F
-
-from .high import HighPlan, MlpColumns, is_touched
-from .pending import real
+from .high import HighPlan, is_touched
+from .leaves import gelu_forward, joined_projection_forward, modulation_forward, norm_forward, projection_forward, qk_norm_forward
 from .recognise import is_known_leaf, is_own_forward
-from .rope import AttentionLayouts
-from .values import Chunk, Columns, Gelu, Head, Norm, NormedHead
-
-IDLE = (frozenset(), False, False, lambda text: None)
-
-
-class Shared:
-    """What the leaves of one model share during a call. Apart from `Plan`, so that leaves and plan make no reference cycle."""
-
-    def __init__(self, attention):
-        self.layouts = AttentionLayouts(attention)
-        self._calls = []
-        self._apply()
-
-    def begin(self, kinds=frozenset(), token_major: bool = False, share_silu: bool = False, note=lambda text: None) -> list:
-        """Set what the leaves of a call may do, until `end` is given what this returns. Calls may nest, and overlap in threads."""
-        # token_major: whether attention may be asked for the other memory order
-        # share_silu: whether every Modulation of this call sees the same, unwritten vec
-        call = [kinds, token_major, share_silu, note]
-        self._calls.append(call)
-        self._apply()
-        return call
-
-    def end(self, call: list) -> None:
-        self._calls = [c for c in self._calls if c is not call]
-        self._apply()
-
-    def _apply(self) -> None:
-        self.kinds, self.token_major, self.share_silu, self.note = self._calls[-1] if self._calls else IDLE
-        self._silu = (None, None)
-
-    def silu(self, vec: torch.Tensor) -> torch.Tensor:
-        """`silu(vec)` with the token axis core gives it; computed once a call where that is safe."""
-        seen, value = self._silu
-        if seen is not vec:
-            value = F.silu(vec[:, None, :] if vec.ndim == 2 else vec)
-            if self.share_silu:
-                self._silu = vec, value
-        return value
+from .shared import Shared
 
 
 class Plan:
@@ -61,7 +21,8 @@ class Plan:
     def __init__(self, diffusion_model):
         doubles, singles = diffusion_model.double_blocks, diffusion_model.single_blocks
         self.blocks = {"double": len(doubles), "single": len(singles)}
-        self.shared = Shared(_attention_of(doubles[0]))
+        self.attention = _attention_of(doubles[0])
+        self.shared = Shared(self.attention)
         self.high = HighPlan(doubles, singles)
         self.notes = []
         names = type(doubles[0]).forward.__globals__
@@ -86,16 +47,21 @@ class Plan:
             self._add(leaves, "qk", block.norm, qk_norm_forward)
             self._add(leaves, "gelu", block.mlp_act, gelu_forward)
             self._unit(block, leaves + self.high.leaves[block])
+        self.modulations = [m for mod in self._modulations(doubles, singles) for m in (mod, mod.lin)]
         final, leaves = getattr(diffusion_model, "final_layer", None), []
         if getattr(final, "norm_final", None) is not None:
             self._add(leaves, "norm", final.norm_final, norm_forward)
             self._unit(final, leaves)
 
+    @staticmethod
+    def _modulations(doubles, singles):
+        return [m for b in doubles for m in (b.img_mod, b.txt_mod)] + [b.modulation for b in singles]
+
     def _unit(self, block, leaves):
-        active = [False]  # whether the block's own forward is running: outside it, a leaf forward that somebody kept is core's again
+        active = [0]  # the thread that is in the block's own forward: outside it, a leaf forward that somebody kept is core's again
         made = [(kind, module, make(module, self.shared, active)) for kind, module, make in leaves]
         self.units.append((block, block_forward(block, made, self.shared, active)))
-        self.places += [block._modules, *(m._modules for m in block._modules.values() if m is not None)]
+        self.places += [m._modules for m in block.modules()]
 
     def _add(self, leaves, kind, module, make):
         stranger = type(module)
@@ -134,11 +100,17 @@ class Plan:
 
 def block_forward(block, leaves, shared, active):
     """A forward for `block` that mounts its leaves, runs the block's own forward, and restores."""
+    names = type(block).forward.__code__.co_varnames
+    most = names.index("attn_mask") - 1 if "attn_mask" in names else len(names)  # positional arguments before what has to be seen by name
 
     def forward(*args, **kwargs):
-        owned, kinds, outer = [], shared.kinds, active[0]
+        own = type(block).forward
+        kinds = shared.enter_block(kwargs.get("transformer_options") or {}, kwargs.get("attn_mask"))
+        if kinds is None or len(args) > most:
+            return own(block, *args, **kwargs)
+        owned, outer = [], active[0]
         try:
-            active[0] = True
+            active[0] = get_ident()
             for kind, module, leaf in leaves:
                 if kind in kinds:
                     if is_touched(module):
@@ -147,7 +119,7 @@ def block_forward(block, leaves, shared, active):
                         attributes = module.__dict__
                         owned.append((attributes, leaf))
                         attributes["forward"] = leaf
-            return type(block).forward(block, *args, **kwargs)
+            return own(block, *args, **kwargs)
         finally:
             active[0] = outer
             for attributes, leaf in owned:
@@ -161,68 +133,3 @@ def _attention_of(block):
     """A function that gives core's `attention(q, k, v, pe, mask, transformer_options)` as the block's own module sees it when asked."""
     module = type(block).__module__
     return lambda: sys.modules[module].attention
-
-
-# --- forwards. Each falls back on the class's own forward for anything it does not expect. ---
-
-
-def modulation_forward(module, shared, active):
-    def forward(vec, *args, **kwargs):
-        if not active[0] or args or kwargs or type(vec) is not torch.Tensor:
-            return type(module).forward(module, vec, *args, **kwargs)
-        modulation_out = type(module).forward.__globals__["ModulationOut"]
-        out = module.lin(shared.silu(vec))
-        width = out.shape[-1] // module.multiplier
-        chunks = [Chunk(out, i * width, width) for i in range(module.multiplier)]
-        return modulation_out(*chunks[:3]), modulation_out(*chunks[3:]) if module.is_double else None
-
-    return forward
-
-
-def norm_forward(module, shared, active):
-    def forward(x, *args, **kwargs):
-        if not active[0] or args or kwargs or type(x) is not torch.Tensor:
-            return type(module).forward(module, real(x), *args, **kwargs)
-        return Norm(x, module)
-
-    return forward
-
-
-def _projection_forward(module, active, joined_v):
-    def forward(x, *args, **kwargs):
-        out = type(module).forward(module, real(x), *args, **kwargs)
-        if not active[0] or type(out) is not torch.Tensor or out.ndim != 3:
-            return out
-        return Columns(out, 0, out.shape[-1], joined_v)
-
-    return forward
-
-
-def joined_projection_forward(module, shared, active):
-    return _projection_forward(module, active, True)
-
-
-def projection_forward(module, shared, active):
-    return _projection_forward(module, active, False)
-
-
-def qk_norm_forward(module, shared, active):
-    def forward(q, k, v, *args, **kwargs):
-        q_norm, k_norm = module.query_norm, module.key_norm
-        known = type(q) is Head and type(k) is Head and q.fresh and k.fresh
-        if not active[0] or args or kwargs or not known or is_touched(q_norm) or is_touched(k_norm):
-            return type(module).forward(module, real(q), real(k), real(v), *args, **kwargs)
-        return NormedHead(q, q_norm, v, shared, (k, k_norm)), NormedHead(k, k_norm, v, shared, (q, q_norm))
-
-    return forward
-
-
-def gelu_forward(module, shared, active):
-    def forward(x, *args, **kwargs):
-        if not active[0] or args or kwargs:
-            return type(module).forward(module, real(x), *args, **kwargs)
-        if type(x) is MlpColumns and x.fresh:
-            return x.activated()
-        return Gelu(x, module)
-
-    return forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from ..kernels.gelu_concat import gelu_concat
@@ -60,7 +62,9 @@ def on_cat(tensors, dim=0, **kwargs):
         return NotImplemented
     first, second = tensors
     if type(second) is Gelu and second.fresh and plain(first) and dim in (2, -1) and first.ndim == 3:
-        return gelu_concat(first, second.operand())
+        joined = gelu_concat(first, second.operand())
+        second._real, second.x = joined[..., first.shape[-1] :], None  # core still holds its `mlp`; its operand, linear1's output, can go
+        return joined
     if type(second) is MlpColumns and second.fresh and plain(first) and dim in (2, -1):
         return second.join(first)
     if dim not in (2, -2):
@@ -93,10 +97,48 @@ TABLE.update(dict.fromkeys((torch.cat, torch.concat, torch.concatenate), on_cat)
 TABLE[torch.split] = on_split
 
 
-def register_rope(function, pair: bool) -> None:
-    """Let `function(q, k, pe) -> (q, k)` (pair) or `function(x, pe) -> x` be the rotation that ends a q/k chain."""
+class Rotation:
+    """A rotation as one set of switches makes it: which backend runs it, and so how it rounds, is part of what is proven."""
+
+    __slots__ = ("function", "switches")
+
+    def __init__(self, function, switches):
+        self.function, self.switches = function, switches
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+    def __repr__(self):
+        return f"{self.function} {self.switches}"
+
+
+_rotations: dict[tuple, Rotation] = {}
+
+
+def _kitchen_switches() -> tuple:
+    """What comfy-kitchen chooses a backend by at each call, besides the operands."""
+    registry = getattr(sys.modules.get("comfy_kitchen.registry"), "registry", None)
+    override = getattr(getattr(registry, "_thread_local", None), "backend_override", None)
+    return tuple(getattr(registry, "_priority", ())), tuple(sorted(getattr(registry, "_disabled", ()))), override
+
+
+def register_rope(function, pair: bool, switches=None) -> None:
+    """Let `function(q, k, pe) -> (q, k)` (pair) or `function(x, pe) -> x` be the rotation that ends a q/k chain.
+
+    `switches()` tells what else its rounding depends on.
+    """
     handler = rope_pair if pair else rope_single
-    TABLE[function] = lambda *args: handler(function, *args)
+
+    def rotate(*args):
+        if switches is None:
+            return handler(function, *args)
+        key = function, switches()
+        rotation = _rotations.get(key)
+        if rotation is None:
+            rotation = _rotations.setdefault(key, Rotation(*key))
+        return handler(rotation, *args)
+
+    TABLE[function] = rotate
 
 
 def register_comfy_kitchen() -> None:
@@ -105,6 +147,5 @@ def register_comfy_kitchen() -> None:
     for name, pair in (("apply_rope", True), ("apply_rope1", False)):
         packet = getattr(namespace, name, None)
         if packet is not None and packet not in TABLE:
-            register_rope(packet, pair)
-            register_rope(packet.default, pair)
-
+            register_rope(packet, pair, _kitchen_switches)
+            register_rope(packet.default, pair, _kitchen_switches)

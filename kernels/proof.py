@@ -57,13 +57,13 @@ class Verdict:
 
 
 class Plan:
-    """One exact signature: how to run it, how often it ran fused, what both sides cost (µs, CUDA events, None until timed)."""
+    """One exact signature: how to run it, how often it ran fused and how often it declined, what both sides cost (µs, CUDA events, None until timed)."""
 
-    __slots__ = ("op", "device", "run", "fused", "reason", "verdict", "launches", "eager_us", "fused_us")
+    __slots__ = ("op", "device", "run", "fused", "reason", "verdict", "launches", "declined", "eager_us", "fused_us")
 
     def __init__(self, op: str, device: torch.device, run, fused: bool, reason: str | None = None, verdict: Verdict | None = None):
         self.op, self.device, self.run, self.fused, self.reason, self.verdict = op, device, run, fused, reason, verdict
-        self.launches, self.eager_us, self.fused_us = 0, None, None
+        self.launches, self.declined, self.eager_us, self.fused_us = 0, 0, None, None
 
 
 class FusedOp:
@@ -103,7 +103,8 @@ class FusedOp:
                 return result
             except KernelError as error:  # a launch that is refused has written nothing
                 self._disable(plan.verdict, str(error))
-                plan.fused, plan.run = False, self.reference
+                plan.fused, plan.run, plan.reason = False, self.reference, str(error)
+        plan.declined += 1
         return plan.run(*args)
 
     def why_not(self, *args) -> str | None:
@@ -193,6 +194,7 @@ class FusedOp:
             log.warning("FLUX Fast Path: %s off for %s: %s. %s.", self.label, verdict.signature, reason, effect)
 
     def _remember(self, args, plan: Plan) -> None:
+        plan.declined += not plan.fused  # the call that made it
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
         self.plans[self.key(*args)] = plan

@@ -61,7 +61,8 @@ class FluxFastPath:
 
     def apply(self, model, enabled=True, unique_id=None):
         if not enabled:
-            status.show_text(unique_id, "Off. Image unaffected.")
+            before = session.is_applied(model)
+            status.show_text(unique_id, "Off here; what the nodes before it set stays." if before else "Off. Image unaffected.")
             return (model,)
         if stood_aside("FLUX Fast Path", model, unique_id):
             return (model,)

@@ -42,7 +42,8 @@ class FluxFastPathReport:
         reports = status.latest_reports()
         if model is not None:
             token = _token(model)
-            reports = [r for r in reports if token is not None and r.get("token") == token]
+            # The model's own run, else one that another of our nodes made from it.
+            reports = [r for r in reports if token and r.get("token") == token] or [r for r in reports if token and token in (r.get("lineage") or ())]
         found = reports[0] if reports else None
         text = describe(found) if found else PLAIN if model is not None and token is None else NOTHING
         status.show_text(unique_id, text)

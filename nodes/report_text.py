@@ -3,8 +3,9 @@
 STATES = {
     "proven": "proven bit for bit on this GPU",
     "bounded": "checked on this GPU: differs from ComfyUI by rounding only",
-    "partly": "proven for some shapes, switched off for others",
+    "partly": "proven for some shapes, left to ComfyUI for others",
     "disabled": "switched off",
+    "refused": "left to ComfyUI",
     "idle": "not needed in this run",
 }
 
@@ -62,7 +63,8 @@ def _fused(report):
             continue
         line = f"  {op.get('label') or op.get('op')}: {op.get('sites', 0)} places, {STATES.get(op.get('state'), op.get('state'))}"
         saved = _saved(op.get("saved_ms_per_step") or None, ", saves {:.1f} ms per model call", ", costs {:.1f} ms per model call")
-        lines.append(line + saved)
+        why = _with(" ({})", op.get("reason") if op.get("state") in ("refused", "partly") else None)
+        lines.append(line + why + saved)
     return ["What was fused:", *lines] if lines else []
 
 

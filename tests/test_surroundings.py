@@ -78,35 +78,55 @@ def attention(q, k, v, pe=None):
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_each_attention_proves_its_own_memory_order(inference, monkeypatch):
-    """Packs replace torch's attention while the process runs; what was proven of the earlier one says nothing of it."""
-    layouts, original = AttentionLayouts(lambda: attention), F.scaled_dot_product_attention
+@pytest.fixture
+def layouts(inference):
+    made = AttentionLayouts(lambda: attention)
+    made.verdicts = {}  # not those of other tests
+    return made
+
+
+def test_torchs_own_attention_takes_either_memory_order(layouts):
+    assert proven(layouts) and list(layouts.verdicts.values()) == [True]
+
+
+def test_an_attention_that_a_pack_put_in_torchs_place_gets_cores_memory_order(layouts, monkeypatch):
+    """It may sum over tokens in the order they lie in; one sample would not tell."""
+    original, asked = F.scaled_dot_product_attention, []
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda *args: asked.append(1) or original(*args))
+        assert not proven(layouts) and not asked and not layouts.verdicts
     assert proven(layouts)
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", lambda q, *rest: original(q, *rest) + (1 if q.is_contiguous() else 2))
-        assert not proven(layouts)
-    assert proven(layouts) and len(layouts.verdicts) == 2
 
 
-def test_an_attention_that_takes_only_cores_memory_order_is_asked_once(inference, monkeypatch, caplog):
-    layouts, original, refused = AttentionLayouts(lambda: attention), F.scaled_dot_product_attention, []
-
-    def strict(q, *rest):
-        if not q.is_contiguous():
-            refused.append(1)
-            raise ValueError("q is not contiguous")
-        return original(q, *rest)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", strict)
-    assert not proven(layouts) and not proven(layouts) and refused == [1] and not caplog.records
+def test_another_attention_backend_proves_its_own_order(layouts):
+    assert proven(layouts)
+    was = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(not was)
+    try:
+        assert proven(layouts) and len(layouts.verdicts) == 2
+    finally:
+        torch.backends.cuda.enable_flash_sdp(was)
 
 
-def test_without_room_for_a_second_attention_the_next_call_asks_again(inference, monkeypatch):
-    def full(*args):
-        raise torch.cuda.OutOfMemoryError
+def strict(q, k, v, pe=None, asked=[]):  # noqa: B006
+    asked.append(1)
+    if not q.is_contiguous():
+        raise ValueError("q is not contiguous")
+    return attention(q, k, v)
 
-    layouts = AttentionLayouts(lambda: attention)
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", full)
-        assert not proven(layouts) and not layouts.verdicts
+
+def test_an_attention_that_takes_only_cores_memory_order_is_asked_once(layouts, caplog):
+    layouts.attention = lambda: strict
+    assert not proven(layouts) and not proven(layouts) and not caplog.records
+    assert len(strict.__defaults__[1]) == 2, "once in each order"
+
+
+def full(q, k, v, pe=None):
+    raise torch.cuda.OutOfMemoryError
+
+
+def test_without_room_for_a_second_attention_the_next_call_asks_again(layouts):
+    layouts.attention = lambda: full
+    assert not proven(layouts) and not layouts.verdicts
+    layouts.attention = lambda: attention
     assert proven(layouts)

@@ -40,6 +40,7 @@ const TEXTS = {
     state_bounded: 'checked: differs by rounding only',
     state_partly: 'partly',
     state_disabled: 'off',
+    state_refused: 'left to ComfyUI',
     state_idle: 'idle',
     toastOne: 'FLUX Fast Path switched one part off',
     toastMany: 'FLUX Fast Path switched {count} parts off',

@@ -1,0 +1,110 @@
+"""What the leaves of one model share while a call of it runs, and what a call, or one block of it, allows them."""
+
+from __future__ import annotations
+
+import threading
+from threading import get_ident
+
+import torch
+import torch.nn.functional as F
+
+from . import surroundings
+from .rope import AttentionLayouts
+
+CUDA = torch.device("cuda")
+READ_BY_PATCHES = frozenset(("qk", "projection", "single_projection"))  # what an attention patch sees
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+class Call:
+    """One call of the model, in one thread."""
+
+    __slots__ = ("kinds", "token_major", "share_silu", "note", "device", "thread")
+
+    def __init__(self, kinds=frozenset(), token_major=False, share_silu=False, note=_ignore, device=CUDA):
+        # token_major: whether attention may be asked for the other memory order
+        # share_silu: whether every Modulation of this call sees the same, unwritten vec
+        self.kinds, self.token_major, self.share_silu, self.note, self.device, self.thread = kinds, token_major, share_silu, note, device, get_ident()
+
+
+IDLE = Call()
+
+
+class Shared:
+    """Apart from `Plan`, so that leaves and plan make no reference cycle. One thread at a time has calls; they may nest."""
+
+    def __init__(self, attention):
+        self.layouts = AttentionLayouts(attention)
+        self._calls, self._lock = [], threading.Lock()
+        self._apply()
+
+    def begin(self, call: Call) -> bool:
+        """Make `call` the one that leaves ask, until `end(call)`; False where another thread is in a call of this model."""
+        with self._lock:
+            if self._calls and self._calls[-1].thread != call.thread:
+                return False
+            self._calls.append(call)
+            self._apply()
+            return True
+
+    def end(self, call: Call) -> None:
+        with self._lock:
+            self._calls = [c for c in self._calls if c is not call]
+            self._apply()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._calls)
+
+    def _apply(self) -> None:
+        self.call = self._calls[-1] if self._calls else IDLE
+        self.token_major = self.call.token_major
+        self._silu = (None, None)
+
+    @property
+    def kinds(self) -> frozenset:
+        return self.call.kinds
+
+    @property
+    def share_silu(self) -> bool:
+        return self.call.share_silu
+
+    @property
+    def note(self):
+        return self.call.note
+
+    def enter_block(self, options: dict, mask) -> frozenset | None:
+        """Kinds that may be mounted in the block that now begins; None where core's block has to run as it is.
+
+        The call was looked at when it began, but wrappers and patches of other packs inside it can change what a block is given.
+        """
+        call = self.call
+        if call.thread != get_ident() or torch.compiler.is_compiling():
+            return None
+        reason = surroundings.why_not(call.device)
+        if reason:
+            call.note(f"a block ran as core runs it: {reason}")
+            return None
+        patches = options.get("patches") or {}
+        changed = bool(patches or (options.get("patches_replace") or {}).get("dit"))
+        if changed:  # for the rest of the call too: vec may be another from here on
+            call.share_silu, self._silu = False, (None, None)
+        self.token_major = call.token_major and not changed and mask is None and "optimized_attention_override" not in options
+        return call.kinds - READ_BY_PATCHES if "attn1_patch" in patches or "post_input" in patches else call.kinds
+
+    def silu(self, vec: torch.Tensor) -> torch.Tensor:
+        """`silu(vec)` with the token axis core gives it; computed once a call where that is safe."""
+        if not self.call.share_silu:
+            return _silu(vec)
+        seen, value = self._silu
+        if seen is not vec:
+            value = _silu(vec)
+            self._silu = vec, value
+        return value
+
+
+def _silu(vec: torch.Tensor) -> torch.Tensor:
+    return F.silu(vec[:, None, :] if vec.ndim == 2 else vec)
