@@ -174,6 +174,72 @@ def test_two_threads_run_one_model(fused, patcher):
     harness.assert_untouched(patcher)
 
 
+def test_threads_on_one_model_with_different_nodes_get_each_their_own_picture(fused, patcher):
+    """The second one to come runs as core runs it, and says so; tier high cannot leak into a lossless or plain run."""
+    wanted = run(patcher, steps=8)
+    models = {"plain": patcher, "lossless": ours(patcher), "other lossless": ours(patcher)}
+    got = {name: [] for name in models}
+
+    def work(name):
+        for _ in range(2):
+            got[name].append(run(models[name], steps=8))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in models]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    for name, pictures in got.items():
+        assert len(pictures) == 2
+        for picture in pictures:
+            assert_bits_equal(picture, wanted, name)
+    harness.assert_untouched(patcher)
+    plan = session.plan_for(patcher.model.diffusion_model)
+    assert not plan.shared.busy
+
+
+def test_a_thread_that_comes_while_another_is_in_the_model_is_refused(patcher):
+    plan, seen = session.plan_for(patcher.model.diffusion_model), []
+
+    def second():
+        with session.mounted(plan) as count:
+            seen.append(count)
+
+    with session.mounted(plan) as count:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert count == 5 and seen == [None] and plan.shared.busy
+    assert not plan.shared.busy
+
+
+@pytest.mark.parametrize("compile_it", [
+    lambda m: m.compile(backend="eager"),
+    lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager")),
+], ids=["in place", "its forward"])
+def test_a_model_compiled_without_a_wrapper_of_cores_runs_compiled(fused, patcher, compile_it):
+    torch._dynamo.reset()
+    compile_it(patcher.model.diffusion_model)
+    wanted = run(patcher)
+    mine = ours(patcher)
+    assert_bits_equal(run(mine), wanted)
+    assert "torch.compile" in report_of(mine)["reason"] and not fused
+    torch._dynamo.reset()
+
+
+def test_another_packs_forward_that_holds_the_model_keeps_it_no_longer_than_core_does(fused):
+    model = reference_patcher("tiny", device=DEVICE)
+    transformer, block = model.model.diffusion_model, model.model.diffusion_model.single_blocks[0]
+
+    def forward(*args, _model=transformer, _block=block, **kwargs):
+        return type(_block).forward(_block, *args, **kwargs)
+
+    block.forward = forward
+    run(ours(model))
+    alive = weakref.ref(transformer)
+    del model, transformer, block, forward
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_plan_is_made_again_when_blocks_are_others(fused, patcher):
     transformer = patcher.model.diffusion_model
     first = session.plan_for(transformer)
