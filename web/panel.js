@@ -120,7 +120,8 @@ export function createPanel({ texts, refresh }) {
     const rows = shown.map((item) => {
       const bar = element('span', `ffp-bar ffp-${item.state === 'disabled' ? 'off' : 'on'}`)
       bar.style.width = `${Math.max(0, ((item.saved ?? 0) / longest) * 100)}%`
-      const state = say(`state_${item.state}`)
+      const name = say(`state_${item.state}`)
+      const state = item.reason && ['refused', 'partly'].includes(item.state) ? say('because', { state: name, reason: item.reason }) : name
       const value = item.saved === null ? state : `${spared(item.saved)} · ${state}`
       return element(
         'div',

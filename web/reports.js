@@ -22,6 +22,7 @@ function readOp(value) {
     label: text(value.label) ?? text(value.op),
     sites: number(value.sites) ?? 0,
     state: text(value.state) ?? 'idle',
+    reason: text(value.reason),
     saved: number(value.saved_ms_per_step)
   }
 }

@@ -131,6 +131,13 @@ def test_tier_high_is_called_checked_and_a_loss_of_time_is_called_one(front):
     front.screenshot("panel-high")
 
 
+def test_a_part_that_was_left_to_comfyui_says_why(front):
+    why = "the operands are not contiguous"
+    ops = [{**FUSED["ops"][0], "state": "partly", "reason": why}, {**FUSED["ops"][1], "state": "refused", "saved_ms_per_step": None, "reason": why}]
+    text = details(front, {**FUSED, "ops": ops, "disabled": []})
+    assert f"3.0 ms · partly: {why}" in text and f"left to ComfyUI: {why}" in text
+
+
 def test_the_panel_and_the_nodes_speak_chinese_when_comfyui_does(front):
     front.server.set(Comfy__Locale="zh")
     front.open()
