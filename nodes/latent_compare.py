@@ -21,7 +21,7 @@ class FluxLatentCompare:
     OUTPUT_TOOLTIPS = (
         "True when every bit of both latents is the same.",
         "The largest difference between two values; 0 when all values are equal.",
-        "Length of the difference divided by the length of latent A; 0 when all values are equal.",
+        "Size (L2 norm) of the difference divided by that of latent A; 0 when all values are equal.",
         "The result in words.",
     )
     FUNCTION = "compare"

@@ -6,7 +6,7 @@ import comfy_harness as harness
 import pytest
 import torch
 from comfy_harness import assert_bits_equal
-from flux_fast_path.fusion import session
+from flux_fast_path.fusion import mounting, session
 from flux_fast_path.nodes import status
 
 pytestmark = pytest.mark.comfyui
@@ -138,7 +138,7 @@ def test_twenty_model_switches_keep_memory_flat_and_core_silent(scene, caplog):
         gc.collect()
         scene.core.comfy.model_management.cleanup_models()
         tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
-    assert not [a for a in alive[:-1] if a() is not None] and len(session._plans) <= 1
+    assert not [a for a in alive[:-1] if a() is not None] and not mounting._plans
     assert max(tensors[4:]) <= tensors[3] + 5
     assert "leak" not in caplog.text
 
