@@ -58,18 +58,11 @@ def high(subject, plan, inputs, why_not) -> Arm:
 
 def _high_mount(subject, plan):
     """A function that mounts tier "high" for one call, or why there is none."""
-    try:
-        from ..fusion import tier
-    except ImportError:
-        tier = None
-    if hasattr(tier, "high_mounted"):
-        return lambda: tier.high_mounted(subject.transformer)
-    if not hasattr(session, "with_high"):
-        return "this version of the pack has no tier \"high\""
-    run = SimpleNamespace(high=None, sites={}, note=lambda text: None)
+    found = {}
+    run = SimpleNamespace(sites={}, note=lambda text: None, note_high=found.update)
     kinds = session.with_high(session.KINDS, plan, subject.device, subject.dtype, run)
-    if run.high["state"] != "mounted":
-        return "; ".join(run.high["reasons"]) or "no site can mount"
+    if found["state"] != "mounted":
+        return "; ".join(found["reasons"]) or "no site can mount"
     return lambda: session.mounted(plan, kinds, token_major=True, share_silu=True)
 
 

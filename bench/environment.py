@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def commit(root: Path = ROOT):
-    """The checked-out commit as .git says it, FLUX_FAST_PATH_COMMIT where there is no .git, or None."""
+    """FLUX_FAST_PATH_COMMIT, for a tree that is newer than its .git says; else the checked-out commit as .git says it, or None."""
+    named = os.environ.get("FLUX_FAST_PATH_COMMIT")
+    if named:
+        return named
     try:
         git = root / ".git"
         if git.is_file():  # a worktree: the file names the folder
@@ -37,7 +40,7 @@ def commit(root: Path = ROOT):
                 return line.split()[0]
     except OSError:
         pass
-    return os.environ.get("FLUX_FAST_PATH_COMMIT")
+    return None
 
 
 def source_digest(root: Path = ROOT) -> str:

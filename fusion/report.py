@@ -67,7 +67,7 @@ class Run:
         self.blocks, self.sites, self.steps, self.fused_steps, self.mounted = {"double": 0, "single": 0}, {}, 0, 0, 0
         self.notes: dict[str, None] = {}  # a set that keeps its order
         self.high = None
-        self._before = _counts()
+        self._before, self._after = _counts(), None
 
     def count_call(self) -> None:
         """One call of the model begins."""
@@ -105,7 +105,7 @@ class Run:
             self.high = {**mounted, "reasons": reasons}
 
     def end(self, outcome: str) -> None:
-        self.outcome, self.seconds = outcome, time.perf_counter() - self._clock
+        self.outcome, self.seconds, self._after = outcome, time.perf_counter() - self._clock, _counts()
 
     def _ms_per_step(self, seconds: float) -> float | None:
         return round((self._clock + seconds - self._first_call) * 1e3 / self.steps, 2) if self.steps else None
@@ -113,7 +113,7 @@ class Run:
     def plans(self) -> list[tuple]:
         """(plan, launches, declined) in this run for every plan of this run's devices."""
         found = []
-        for plan, counts in _counts().items():
+        for plan, counts in (self._after or _counts()).items():
             if plan.device in self.devices or not self.devices:
                 found.append((plan, *(now - then for now, then in zip(counts, self._before.get(plan, (0, 0))))))
         return found

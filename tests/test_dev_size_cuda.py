@@ -44,7 +44,8 @@ def test_a_step_has_eagers_bits(subject, height, width, text, batch):
     assert torch.isfinite(want).all()
     assert proof.same_bits(first, want) and proof.same_bits(second, want)
     done = {name: n - before[name] for name, n in launches().items()}
-    assert done["residual_gate"] == 114 and done["layer_norm_modulate"] == 115 and done["qk_norm_rope"] == 57 and done["gelu_concat"] == 38, done
+    assert done["residual_gate"] == 114 and done["layer_norm_modulate"] == 115 and done["gelu_concat"] == 38, done
+    assert done["qk_norm_rope"] in (57, 114), done  # cores before 0.29 rotate q and k in two calls
     assert not left_behind(subject.transformer)
 
 
