@@ -67,6 +67,20 @@ def test_a_run_over_several_gpus_counts_all_of_them(fused, patcher, monkeypatch)
     assert told.to_dict()["gpu"] == "2 × Test GPU + Other GPU"
 
 
+def test_a_report_read_later_counts_its_own_run_alone(monkeypatch):
+    plan = proof.Plan("residual_gate", torch.device("cpu"), None, True)
+    monkeypatch.setattr(proof.REGISTRY["residual_gate"], "plans", {0: plan})
+    mine = report.Run("token")
+    mine.count_call()
+    mine.describe("Flux", plan.device, "bfloat16")
+    mine.sites = {"residual_gate": 11}
+    plan.launches += 11
+    mine.count_fused()
+    mine.end("finished")
+    plan.launches += 22  # the next run's
+    assert mine.to_dict()["ops"][0]["launches"] == 11
+
+
 def test_with_the_fast_path_off_and_the_tier_lossless_nothing_is_said_to_be_on(fused, patcher):
     tier = FluxQualityTier().apply(patcher, "lossless", unique_id="8")[0]
     assert_bits_equal(run(tier), run(patcher))
