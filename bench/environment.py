@@ -134,5 +134,12 @@ def _cpu_name():
         return platform.processor() or None
 
 
+PLACES = {"--out": "DIR", "--into": "FILE"}  # where things lay on one machine says nothing to the next
+
+
 def command_line(argv=None) -> str:
-    return " ".join(["python -m flux_fast_path.bench", *map(str, sys.argv[1:] if argv is None else argv)])
+    """The command, without the paths of this machine."""
+    words = list(map(str, sys.argv[1:] if argv is None else argv))
+    for i, (option, value) in enumerate(zip(words, words[1:]), 1):
+        words[i] = PLACES.get(option) or (Path(value).name if option == "--checkpoint" else value)
+    return " ".join(["python -m flux_fast_path.bench", *words])

@@ -97,7 +97,6 @@ class Application:
         run.tier = options.get("tier", "lossless")
         run.count_call()
         call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
-        plan = None
         try:
             base = executor.class_obj
             dtype = compute_dtype(base)
@@ -106,24 +105,19 @@ class Application:
                 run.phase = "Building kernels…"
                 self.tell(run)
             plan, reason = plan_or_reason(base, x, dtype, transformer_options)
+            if plan is not None:
+                self.models.add(base.diffusion_model)
+                kinds, *sharing = choices(base.diffusion_model, plan, transformer_options, kwargs, run)
+                kinds = with_tier(kinds, options, plan, x.device, dtype, run)
+                reason = None if kinds else nothing_to_mount(run)
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
             log.debug("the model could not be examined", exc_info=True)
             reason = f"the model could not be examined ({type(error).__name__})"
         run.phase = None
-        if plan is None:
+        if reason:
             run.step_aside(reason)
             return executor(*call, **kwargs)
         register_comfy_kitchen()
-        self.models.add(base.diffusion_model)
-        kinds, *sharing = choices(base.diffusion_model, plan, transformer_options, kwargs, run)
-        run.blocks, run.sites = plan.blocks, plan.sites
-        if not options.get("fast_path"):  # only the tier's node is in the graph
-            kinds, run.sites = frozenset(), {}
-        if run.tier == "high":
-            kinds = with_high(kinds, plan, x.device, dtype, run)
-        if not kinds:
-            run.step_aside(nothing_to_mount(run))
-            return executor(*call, **kwargs)
         with mounted(plan, kinds, *sharing, note=run.note, device=x.device) as count:
             if count is None:
                 run.step_aside("another thread is using this model now")
@@ -133,6 +127,14 @@ class Application:
         if run.count_fused():
             self.tell(run)
         return result
+
+
+def with_tier(kinds: frozenset, options: dict, plan: Plan, device, dtype, run: Run) -> frozenset:
+    """`kinds` as far as our nodes asked for them: those of the fast path, those of the tier."""
+    run.blocks, run.sites = plan.blocks, plan.sites
+    if not options.get("fast_path"):  # only the tier's node is in the graph
+        kinds, run.sites = frozenset(), {}
+    return with_high(kinds, plan, device, dtype, run) if run.tier == "high" else kinds
 
 
 def nothing_to_mount(run: Run) -> str:

@@ -69,3 +69,8 @@ def test_the_commit_is_read_without_git(tmp_path, monkeypatch):
     work.mkdir()
     (work / ".git").write_text(f"gitdir: {git / 'worktrees/w'}\n")
     assert environment.commit(work) == "a" * 40
+
+
+def test_a_recorded_command_names_no_place_of_this_machine():
+    said = environment.command_line(["sampler", "--out", "/home/me/out", "--checkpoint", "/models/flux1-dev.safetensors", "--into", "/x.json", "--steps", "20"])
+    assert said == "python -m flux_fast_path.bench sampler --out DIR --checkpoint flux1-dev.safetensors --into FILE --steps 20"
