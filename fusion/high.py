@@ -17,7 +17,7 @@ from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
 from ..kernels.nvrtc import KernelError
 from .pending import Pending, real
 from .recognise import is_known_leaf
-from .values import Columns
+from .values import Applied, Columns
 from .weights import lent
 
 
@@ -87,17 +87,10 @@ class HighPlan:
         return frozenset(kinds), {"state": "mounted" if mounted else "stepped_aside", "sites": mounted, "of": total, "reasons": reasons, "max_relative_error": None}
 
 
-class UpProjection(Pending):
+class UpProjection(Applied):
     """`linear(x)` of a double block's MLP, waiting for its GELU."""
 
-    __slots__ = ("x", "module")
-    _operands = ("x",)
-
-    def __init__(self, x, module):
-        self._real, self.x, self.module = None, x, module
-
-    def _eager(self):
-        return type(self.module).forward(self.module, self.x)
+    __slots__ = ()
 
     def activated(self):
         with lent(self.module, self.x) as (weight, bias):

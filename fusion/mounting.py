@@ -18,8 +18,7 @@ _plans_lock = threading.Lock()
 def current_plan(diffusion_model) -> Plan | None:
     """The plan on record, unless a block or leaf is another object since, or a class has another forward than it had."""
     found = _plans.get(diffusion_model)
-    blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
-    return found[1] if found and found[0] == _made_from(blocks, found[1]) else None
+    return found[1] if found and found[0] == _made_from(diffusion_model, found[1]) else None
 
 
 def plan_for(diffusion_model) -> Plan:
@@ -28,14 +27,13 @@ def plan_for(diffusion_model) -> Plan:
         plan = current_plan(diffusion_model)
         if plan is None:
             plan = Plan(diffusion_model)
-            blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
-            plan.classes = tuple({type(m) for b in blocks for m in b.modules()})
-            _plans[diffusion_model] = _made_from(blocks, plan), plan
+            _plans[diffusion_model] = _made_from(diffusion_model, plan), plan
     return plan
 
 
-def _made_from(blocks, plan: Plan) -> tuple:
+def _made_from(diffusion_model, plan: Plan) -> tuple:
     """Identities and classes of all that a plan rests on."""
+    blocks = (*diffusion_model.double_blocks, *diffusion_model.single_blocks)
     modules = [m for place in plan.places for m in place.values()]
     return list(map(id, blocks)), list(map(id, modules)), list(map(type, modules)), [cls.forward for cls in plan.classes]
 

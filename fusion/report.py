@@ -119,7 +119,7 @@ class Run:
         return found
 
     def _ops(self) -> list[dict]:
-        found, used = [], self.plans()
+        found, used, off = [], self.plans(), {v.op for v in self._disabled()}
         for name in OPS:
             if not self.sites.get(name):
                 continue
@@ -128,7 +128,7 @@ class Run:
             timed = [(plan, count) for plan, count, _ in mine if count and plan.eager_us is not None]
             saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / max(self.fused_steps, 1) if timed else None
             good = "proven" if REGISTRY[name].exact else "bounded"
-            if any(v.op == name for v in self._disabled()):
+            if name in off:
                 state = "partly" if launches else "disabled"
             else:
                 state = ("partly" if declined else good) if launches else "refused" if declined else "idle"

@@ -17,7 +17,7 @@ from . import recognise, surroundings
 from .high import is_touched
 from .mounting import KINDS, current_plan, forget, mounted, plan_for
 from .report import Run
-from .shared import READ_BY_PATCHES
+from .shared import READ_BY_PATCHES, by_others
 from .sites import Plan
 from .table import register_comfy_kitchen
 
@@ -156,22 +156,20 @@ def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozense
 
 def choices(diffusion_model, plan: Plan, transformer_options: dict, conditions: dict, run: Run) -> tuple[frozenset, bool, bool]:
     """(kinds to mount, whether attention may be asked for another memory order, whether silu(vec) may be shared) for one call."""
-    patches, replaced = transformer_options.get("patches") or {}, transformer_options.get("patches_replace") or {}
+    patched, own_attention, read = by_others(transformer_options, conditions.get("attention_mask"))
     kinds = KINDS
-    if "attn1_patch" in patches or "post_input" in patches:
+    if read:
         kinds = kinds - READ_BY_PATCHES
         run.note("q and k run as core runs them: a patch of another node reads or replaces them")
     if not recognise.is_own_rope(plan.attention()):
         kinds = kinds - {"qk"}
         run.note("q and k run as core runs them: another pack has replaced the rotation (RoPE)")
-    simple = not replaced.get("dit") and not patches
-    own_attention = "optimized_attention_override" in transformer_options or conditions.get("attention_mask") is not None
     known_loop = "forward_orig" not in diffusion_model.__dict__ and recognise.loop_digest(type(diffusion_model)) in recognise.KNOWN_LOOPS
     # Inside this call others may still come in between the model and its blocks, or between a block and its Modulation.
     wrappers = transformer_options.get("wrappers") or {}
     alone = not wrappers.get(DIFFUSION_MODEL) and not any(found for key, found in (wrappers.get(APPLY_MODEL) or {}).items() if key != KEY)
     watched = (*diffusion_model.double_blocks, *diffusion_model.single_blocks, *plan.modulations)
-    return kinds, simple and not own_attention, simple and known_loop and alone and not any(map(is_touched, watched))
+    return kinds, not own_attention, not patched and known_loop and alone and not any(map(is_touched, watched))
 
 
 def why_not_apply(model) -> str | None:

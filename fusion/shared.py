@@ -15,6 +15,14 @@ CUDA = torch.device("cuda")
 READ_BY_PATCHES = frozenset(("qk", "projection", "single_projection"))  # what an attention patch sees
 
 
+def by_others(options: dict, mask) -> tuple[bool, bool, bool]:
+    """(whether patches act on the blocks, whether attention is not the plain one, whether a patch reads q and k) under these options."""
+    patches = options.get("patches") or {}
+    patched = bool(patches or (options.get("patches_replace") or {}).get("dit"))
+    own_attention = patched or mask is not None or "optimized_attention_override" in options
+    return patched, own_attention, "attn1_patch" in patches or "post_input" in patches
+
+
 def _ignore(text: str) -> None:
     pass
 
@@ -64,18 +72,6 @@ class Shared:
         self.token_major = self.call.token_major
         self._silu = (None, None)
 
-    @property
-    def kinds(self) -> frozenset:
-        return self.call.kinds
-
-    @property
-    def share_silu(self) -> bool:
-        return self.call.share_silu
-
-    @property
-    def note(self):
-        return self.call.note
-
     def enter_block(self, options: dict, mask) -> frozenset | None:
         """Kinds that may be mounted in the block that now begins; None where core's block has to run as it is.
 
@@ -88,12 +84,11 @@ class Shared:
         if reason:
             call.note(f"a block ran as core runs it: {reason}")
             return None
-        patches = options.get("patches") or {}
-        changed = bool(patches or (options.get("patches_replace") or {}).get("dit"))
-        if changed:  # for the rest of the call too: vec may be another from here on
+        patched, own_attention, read = by_others(options, mask)
+        if patched:  # for the rest of the call too: vec may be another from here on
             call.share_silu, self._silu = False, (None, None)
-        self.token_major = call.token_major and not changed and mask is None and "optimized_attention_override" not in options
-        return call.kinds - READ_BY_PATCHES if "attn1_patch" in patches or "post_input" in patches else call.kinds
+        self.token_major = call.token_major and not own_attention
+        return call.kinds - READ_BY_PATCHES if read else call.kinds
 
     def silu(self, vec: torch.Tensor) -> torch.Tensor:
         """`silu(vec)` with the token axis core gives it; computed once a call where that is safe."""

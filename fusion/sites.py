@@ -29,6 +29,8 @@ class Plan:
         self._classes = {"modulation": names["Modulation"], "qk": names["QKNorm"]}
         self.units = []  # (block, the forward that mounts its leaves)
         self.places = []  # where the leaves hang: dictionaries of submodules
+        self.classes = set()  # of all modules in the blocks
+        self.modulations = []  # with their Linears
         for block in doubles:
             leaves = []
             for stream in ("img", "txt"):
@@ -47,24 +49,23 @@ class Plan:
             self._add(leaves, "qk", block.norm, qk_norm_forward)
             self._add(leaves, "gelu", block.mlp_act, gelu_forward)
             self._unit(block, leaves + self.high.leaves[block])
-        self.modulations = [m for mod in self._modulations(doubles, singles) for m in (mod, mod.lin)]
         final, leaves = getattr(diffusion_model, "final_layer", None), []
         if getattr(final, "norm_final", None) is not None:
             self._add(leaves, "norm", final.norm_final, norm_forward)
             self._unit(final, leaves)
 
-    @staticmethod
-    def _modulations(doubles, singles):
-        return [m for b in doubles for m in (b.img_mod, b.txt_mod)] + [b.modulation for b in singles]
-
     def _unit(self, block, leaves):
         active = [0]  # the thread that is in the block's own forward: outside it, a leaf forward that somebody kept is core's again
         made = [(kind, module, make(module, self.shared, active)) for kind, module, make in leaves]
         self.units.append((block, block_forward(block, made, self.shared, active)))
-        self.places += [m._modules for m in block.modules()]
+        modules = list(block.modules())
+        self.places += [m._modules for m in modules]
+        self.classes.update(map(type, modules))
 
     def _add(self, leaves, kind, module, make):
         stranger = type(module)
+        if kind == "modulation":
+            self.modulations += [module, module.lin]
         if kind in self._classes:
             known = stranger is self._classes[kind] and is_own_forward(stranger)
             if known and kind == "qk":
@@ -114,7 +115,7 @@ def block_forward(block, leaves, shared, active):
             for kind, module, leaf in leaves:
                 if kind in kinds:
                     if is_touched(module):
-                        shared.note(f"a {type(module).__name__} has a forward or hooks of another pack and stays as it is")
+                        shared.call.note(f"a {type(module).__name__} has a forward or hooks of another pack and stays as it is")
                     else:
                         attributes = module.__dict__
                         owned.append((attributes, leaf))

@@ -44,37 +44,36 @@ class Gated(Pending):
         return self.y * self.gate.materialise()
 
 
-class Norm(Pending):
-    """A LayerNorm module applied to x."""
+class Applied(Pending):
+    """A module applied to x, a tensor or pending."""
 
     __slots__ = ("x", "module")
     _operands = ("x",)
 
     def __init__(self, x, module):
         self._real, self.x, self.module = None, x, module
+
+    def _eager(self):
+        return type(self.module).forward(self.module, real(self.x))
+
+
+class Norm(Applied):
+    """A LayerNorm module applied to x."""
+
+    __slots__ = ()
 
     @property
     def shape(self):
         return (self.x if self._real is None else self._real).shape
 
-    def _eager(self):
-        return type(self.module).forward(self.module, self.x)
 
-
-class Gelu(Pending):
+class Gelu(Applied):
     """A GELU module applied to columns of a projection (or to a tensor)."""
 
-    __slots__ = ("x", "module")
-    _operands = ("x",)
-
-    def __init__(self, x, module):
-        self._real, self.x, self.module = None, x, module
+    __slots__ = ()
 
     def operand(self):
         return self.x.slice if type(self.x) is Columns and self.x.fresh else real(self.x)
-
-    def _eager(self):
-        return type(self.module).forward(self.module, real(self.x))
 
 
 class Columns(Pending):

@@ -131,7 +131,7 @@ def test_an_inner_call_does_not_change_the_choices_of_the_outer_one(patcher):
     with session.mounted(plan, token_major=False, share_silu=False):
         with session.mounted(plan, token_major=True, share_silu=True):
             pass
-        assert (plan.shared.token_major, plan.shared.share_silu) == (False, False)
+        assert (plan.shared.call.token_major, plan.shared.call.share_silu) == (False, False)
 
 
 def test_two_calls_that_overlap_without_nesting_end_as_they_began(patcher):
@@ -140,9 +140,9 @@ def test_two_calls_that_overlap_without_nesting_end_as_they_began(patcher):
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    during = plan.shared.kinds
+    during = plan.shared.call.kinds
     second.__exit__(None, None, None)
-    assert (during, plan.shared.kinds) == (session.KINDS, frozenset())
+    assert (during, plan.shared.call.kinds) == (session.KINDS, frozenset())
 
 
 def test_two_threads_run_two_models(fused):
