@@ -158,8 +158,8 @@ def why_not_family(diffusion_model) -> str | None:
     """Why the fast path will never do anything for this model, or None if it is of FLUX.1's family."""
     if not isinstance(diffusion_model, torch.nn.Module):
         return f"{type(diffusion_model).__name__} is not a torch module"
-    if is_compiled(diffusion_model):
-        return None  # for now: what is compiled shows when it runs
+    if type(diffusion_model).__name__ == "OptimizedModule":  # torch.compile's, for as long as that lasts
+        diffusion_model = getattr(diffusion_model, "_orig_mod", diffusion_model)
     if type(diffusion_model).__name__ != "Flux":
         return f"{type(diffusion_model).__name__} is not FLUX.1"
     params = getattr(diffusion_model, "params", None)

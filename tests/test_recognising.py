@@ -41,10 +41,22 @@ class Chroma(reference_flux.Flux):
     pass
 
 
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
 LOOK_ALIKES = {
-    "nothing": (lambda m: None, "not a torch module"), "an object": (lambda m: object(), "not a torch module"), "a linear": (lambda m: torch.nn.Linear(2, 2), "Linear is not FLUX.1"),
-    "UNetModel": (lambda m: named("UNetModel")(), "UNetModel is not FLUX.1"), "Chroma": (lambda m: Chroma("tiny", **reference_flux._COMMON, **reference_flux.SIZES["tiny"]), "Chroma is not FLUX.1"),
-    "no blocks at all": (lambda m: named("Flux")(), "no double or no single blocks"), "OptimizedModule": (lambda m: torch.compile(m, backend="eager"), "compiled"),
+    "nothing": (lambda m: None, "not a torch module"),
+    "an object": (lambda m: object(), "not a torch module"),
+    "a linear": (lambda m: torch.nn.Linear(2, 2), "Linear is not FLUX.1"),
+    "UNetModel": (lambda m: named("UNetModel")(), "UNetModel is not FLUX.1"),
+    "Chroma": (lambda m: Chroma("tiny", **reference_flux._COMMON, **reference_flux.SIZES["tiny"]), "Chroma is not FLUX.1"),
+    "no blocks at all": (lambda m: named("Flux")(), "no double or no single blocks"),
+    "OptimizedModule": (lambda m: torch.compile(m, backend="eager"), "compiled"),
+    "another model compiled": (lambda m: torch.compile(named("UNetModel")(), backend="eager"), "UNetModel is not FLUX.1"),
+    "another model compiled in place": (lambda m: in_place(named("UNetModel")()), "UNetModel is not FLUX.1"),
+    "a Flux compiled in place": (in_place, "compiled"),
 }
 
 
@@ -58,6 +70,7 @@ def delete(path):
     def act(model):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, None)
+
     return act
 
 
@@ -65,18 +78,25 @@ def replace(path, module):
     def act(model):
         parent, _, name = path.rpartition(".")
         model.get_submodule(parent)._modules[name] = module(model)
+
     return act
 
 
 CHANGES = {
-    "global modulation (FLUX.2)": (lambda m: setattr(m.params, "global_modulation", True), "global_modulation"), "SiLU (FLUX.2)": (lambda m: setattr(m.params, "mlp_silu_act", True), "mlp_silu_act"),
-    "yak": (lambda m: setattr(m.params, "yak_mlp", True), "yak_mlp"), "double blocks only": (lambda m: m.single_blocks.__init__(), "no double or no single blocks"),
-    "no img_mod": (delete("double_blocks.1.img_mod"), "a double block has no img_mod"), "no txt_mlp": (delete("double_blocks.0.txt_mlp"), "a double block has no txt_mlp"),
-    "no modulation": (delete("single_blocks.2.modulation"), "a single block has no modulation"), "no linear1": (delete("single_blocks.0.linear1"), "a single block has no linear1"),
+    "global modulation (FLUX.2)": (lambda m: setattr(m.params, "global_modulation", True), "global_modulation"),
+    "SiLU (FLUX.2)": (lambda m: setattr(m.params, "mlp_silu_act", True), "mlp_silu_act"),
+    "yak": (lambda m: setattr(m.params, "yak_mlp", True), "yak_mlp"),
+    "double blocks only": (lambda m: m.single_blocks.__init__(), "no double or no single blocks"),
+    "no img_mod": (delete("double_blocks.1.img_mod"), "a double block has no img_mod"),
+    "no txt_mlp": (delete("double_blocks.0.txt_mlp"), "a double block has no txt_mlp"),
+    "no modulation": (delete("single_blocks.2.modulation"), "a single block has no modulation"),
+    "no linear1": (delete("single_blocks.0.linear1"), "a single block has no linear1"),
     "one block of another class": (replace("double_blocks.1", lambda m: named("Other", reference_flux.DoubleStreamBlock)(256, 2, 4.0)), "different classes"),
-    "blocks of another kind": (replace("single_blocks.0", lambda m: torch.nn.Identity()), "different classes"), "a compiled block": (lambda m: m.double_blocks[0].compile(backend="eager"), "compiled"),
+    "blocks of another kind": (replace("single_blocks.0", lambda m: torch.nn.Identity()), "different classes"),
+    "a compiled block": (lambda m: m.double_blocks[0].compile(backend="eager"), "compiled"),
     "compiled blocks": (lambda m: [replace(f"single_blocks.{i}", lambda m, i=i: torch.compile(m.single_blocks[i], backend="eager"))(m) for i in range(3)], "compiled"),
-    "no qkv": (delete("double_blocks.0.img_attn.qkv"), "qkv"), "no query_norm": (delete("single_blocks.0.norm.query_norm"), "query_norm"),
+    "no qkv": (delete("double_blocks.0.img_attn.qkv"), "qkv"),
+    "no query_norm": (delete("single_blocks.0.norm.query_norm"), "query_norm"),
 }
 
 
@@ -101,9 +121,12 @@ def source_of(name, text, path):
 
 SOURCE = inspect.getsource(reference_flux)
 EDITS = {
-    "an extra keyword": ("attn_mask=None, modulation_dims_img=None", "attn_mask=None, extra=None, modulation_dims_img=None"), "another formula": ("x += apply_mod(output, mod.gate, None, modulation_dims)", "x += 2 * apply_mod(output, mod.gate, None, modulation_dims)"),
-    "apply_mod": ("return tensor * m_mult if m_add is None else", "return m_mult * tensor if m_add is None else"), "Modulation": ("out = self.lin(F.silu(vec))", "out = self.lin(F.gelu(vec))"),
-    "QKNorm": ("return self.query_norm(q).to(v), self.key_norm(k).to(v)", "return self.query_norm(q), self.key_norm(k)"), "the last layer": ("return self.linear(apply_mod(self.norm_final(x), (1 + scale), shift, modulation_dims))", "h = self.norm_final(x); x.zero_(); return self.linear(apply_mod(h, (1 + scale), shift, modulation_dims))"),
+    "an extra keyword": ("attn_mask=None, modulation_dims_img=None", "attn_mask=None, extra=None, modulation_dims_img=None"),
+    "another formula": ("x += apply_mod(output, mod.gate, None, modulation_dims)", "x += 2 * apply_mod(output, mod.gate, None, modulation_dims)"),
+    "apply_mod": ("return tensor * m_mult if m_add is None else", "return m_mult * tensor if m_add is None else"),
+    "Modulation": ("out = self.lin(F.silu(vec))", "out = self.lin(F.gelu(vec))"),
+    "QKNorm": ("return self.query_norm(q).to(v), self.key_norm(k).to(v)", "return self.query_norm(q), self.key_norm(k)"),
+    "the last layer": ("return self.linear(apply_mod(self.norm_final(x), (1 + scale), shift, modulation_dims))", "h = self.norm_final(x); x.zero_(); return self.linear(apply_mod(h, (1 + scale), shift, modulation_dims))"),
     "attention": ("q, k = (apply_rope_old_core if old_core else apply_rope)(q, k, pe)", "q, k = apply_rope(q, k, pe)"),
 }
 
@@ -146,6 +169,7 @@ def wrapped(original):
     @functools.wraps(original)
     def forward(*args, **kwargs):
         return original(*args, **kwargs)
+
     return forward
 
 

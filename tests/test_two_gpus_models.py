@@ -1,4 +1,4 @@
-"""Two GPUs in one process: whatever device is current, work happens on the operands' own device, with the bits of eager and no trace elsewhere."""
+"""Models on two GPUs in one process, ours and as ComfyUI puts them there: fused on their own device, with the bits of eager and no trace elsewhere."""
 
 import gc
 import threading
@@ -10,28 +10,10 @@ import torch
 from flux_fast_path.bench import reference_flux
 from flux_fast_path.fusion import session
 from flux_fast_path.kernels import proof
-from flux_fast_path.kernels.qk_norm_rope import Stream
-from flux_fast_path.kernels.slices import ColumnSlice
 from fusion_scene import ours, report_of
-from op_cases import eager_rope_pair, gate_case, norm_case, qk_case, values
+from two_gpus import BF16, FIRST, NEEDED, SECOND, launches, refusals, same, the_first_is_current  # noqa: F401 the last is a fixture
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has fewer than two CUDA devices")]
-
-FIRST, SECOND, BF16 = torch.device("cuda", 0), torch.device("cuda", 1), torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def the_first_is_current():
-    """cuda:0 is current before every test, and must be afterwards."""
-    gc.collect()
-    torch.cuda.set_device(FIRST)
-    for device in (FIRST, SECOND):
-        torch.zeros(1, device=device)  # a context each, so that memory can be asked for
-    with torch.inference_mode():
-        yield
-    left = torch.cuda.current_device()
-    torch.cuda.set_device(FIRST)
-    assert left == 0, f"cuda:{left} was left current"
+pytestmark = NEEDED
 
 
 def model_on(device, seed=0):
@@ -45,26 +27,9 @@ def fused(model, inputs):
     return result
 
 
-def launches(device):
-    """Operation -> how often its kernel was launched on the device since the plans were forgotten."""
-    return Counter({name: sum(p.launches for p in list(op.plans.values()) if p.device == device) for name, op in proof.REGISTRY.items()})
-
-
-def refusals():
-    """What a failure should show: why anything stepped aside."""
-    return sorted({f"{name} on {p.device}: {p.reason}" for name, op in proof.REGISTRY.items() for p in op.plans.values() if p.reason})
-
-
-def same(got, wanted, what):
-    assert got.device == wanted.device and proof.same_bits(got, wanted), f"{what}: bits differ, or the result is on {got.device}"
-
-
 def sites(model):
     """Operation -> kernels that one warm model call launches; the first call of a shape proves and tries besides."""
     return +Counter(session.plan_for(model).sites)
-
-
-# --- the reference model ---
 
 
 def test_a_model_on_the_second_gpu_is_fused_there_and_leaves_the_first_alone():
@@ -139,88 +104,6 @@ def test_two_threads_one_per_gpu(own_device):
     for device, model, _, before in jobs:
         assert launches(device)["residual_gate"] == 20 * sites(model)["residual_gate"], (device, launches(device), refusals())
         harness.assert_untouched(model, before)
-
-
-# --- one operation at a time ---
-
-
-def random(like, *shape):
-    device, generator = like
-    return values(*shape, dtype=BF16, device=device, generator=generator, special=False)
-
-
-CASES = {  # of a pair (device, generator)
-    "residual_gate": lambda on: (*gate_case(2, 77, 256, "chunk", BF16, *on), True),
-    "layer_norm_modulate": lambda on: (*norm_case(2, 77, 256, BF16, *on), 1e-6, True),
-    "qk_norm_rope": lambda on: (*qk_case(2, (13, 29), 2, 128, BF16, *on), None, eager_rope_pair, True),
-    "head_concat": lambda on: (*(ColumnSlice(random(on, 2, n, 768), 512, 256) for n in (13, 29)), 2),
-    "gelu_concat": lambda on: (random(on, 2, 33, 256), ColumnSlice(random(on, 2, 33, 1792), 768, 1024)),
-    "column_copy": lambda on: (random(on, 2, 33, 1280)[..., :256], random(on, 2, 33, 256)),
-    "linear_gelu": lambda on: (random(on, 1, 33, 256), random(on, 1024, 256) / 16, random(on, 1024), random(on, 1, 33, 1280)[..., 256:]),
-}
-
-
-def case(name, device):
-    return CASES[name]((device, torch.Generator(device).manual_seed(11)))
-
-
-@pytest.mark.parametrize("name", proof.REGISTRY)
-def test_an_operation_runs_on_its_operands_device_and_not_on_the_current_one(name):
-    op = proof.REGISTRY[name]
-    proof.forget()
-    for device in (SECOND, FIRST, SECOND):  # a plan of one device must not serve the other
-        args = case(name, device)
-        wanted, before = op.reference(*op.shadow(*args)), launches(device)[name]
-        for turn in range(2):
-            got = op(*op.shadow(*args))
-            assert {t.device for t in (got if isinstance(got, (tuple, list)) else [got])} == {device}
-            assert op.agrees(args, got, wanted), f"{name} on {device}, call {turn + 1}"
-        assert launches(device)[name] == before + 2, refusals()
-        assert torch.cuda.current_device() == 0
-
-
-def test_what_an_operation_costs_is_measured_on_its_own_device():
-    """The report's milliseconds must not depend on which device is current. Large operands: eager takes far longer than it takes to queue."""
-    op, took = proof.REGISTRY["residual_gate"], {}
-    args = (*gate_case(1, 4 * 4608, 3072, "chunk", BF16, SECOND, torch.Generator(SECOND).manual_seed(11)), True)
-    for current in (SECOND, FIRST):
-        proof.forget()
-        torch.cuda.set_device(current)
-        op(*op.shadow(*args))
-        took[str(current)] = next(p.eager_us for p in op.plans.values() if p.fused)
-    assert 0.5 < took["cuda:0"] / took["cuda:1"] < 2, f"eager µs of one call on cuda:1, by the device that was current: {took}"
-
-
-def split_over_both(name):
-    """(which operand, operands on cuda:1 except that one on cuda:0), one after the other."""
-    def away(value):
-        return ColumnSlice(value.base.to(FIRST), value.start, value.width) if type(value) is ColumnSlice else value.to(FIRST)
-
-    args = case(name, SECOND)
-    for i, value in enumerate(args):
-        if isinstance(value, (torch.Tensor, ColumnSlice)):
-            yield f"operand {i}", (*args[:i], away(value), *args[i + 1 :])
-    if name == "qk_norm_rope":
-        (text, image), *rest = args
-        for field in ("base", "q_weight", "k_weight"):
-            moved = Stream(*(getattr(image, f) for f in Stream.__slots__))
-            setattr(moved, field, getattr(image, field).to(FIRST))
-            yield f"the image's {field}", ((text, moved), *rest)
-
-
-@pytest.mark.parametrize("name", proof.REGISTRY)
-def test_operands_on_two_gpus_are_refused_with_a_reason_and_no_launch(name):
-    op = proof.REGISTRY[name]
-    proof.forget()
-    for which, args in split_over_both(name):
-        reason = op.why_not(*args)  # asked first: a launch with a pointer of another device could end the process
-        assert reason, f"{name} accepts {which} on another device"
-        try:
-            op(*op.shadow(*args))  # what torch says to it: most refuse, a copy does not
-        except RuntimeError as error:
-            assert "device" in str(error), f"{name} with {which} elsewhere: {error}"
-    assert not any(launches(FIRST).values()) and not any(launches(SECOND).values())
-    assert op.plans and all(p.reason and not p.fused for p in op.plans.values())
 
 
 # --- ComfyUI's own ways to a second GPU ---
