@@ -1,4 +1,4 @@
-"""The benchmark ends on any machine and says what it could not do; the README says what the results files say."""
+"""The benchmark ends on any machine and says what it could not do; the documents say what the results files say."""
 import json
 
 import pytest
@@ -145,14 +145,18 @@ def test_every_table_can_be_made(gpu_results):
 def test_rendering_writes_tables_that_the_check_accepts(gpu_results, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     file = results.save(gpu_results, tmp_path / "bench/results/imaginary.json")
-    readme = tmp_path / "README.md"
-    readme.write_text("".join(f"{name}\n<!-- bench:{name} -->\nold\n<!-- /bench -->\nafter\n" for name in tables.TABLES), encoding="utf-8")
-    assert render.main(["--check", "--readme", str(readme)]) == 1
-    assert render.main([str(file), "--readme", str(readme), "--charts", str(tmp_path / "docs")]) == 0
-    text = readme.read_text(encoding="utf-8")
-    assert "old" not in text and text.count("after\n") == len(tables.TABLES) and "bench/results/imaginary.json" in text
-    assert render.main(["--check", "--readme", str(readme)]) == 0 and render.stale(text.replace("126.0 (1.25×)", "126.0 (1.52×)"), tmp_path) == ["model"]
-    assert render.rewrite(text, gpu_results, "bench/results/imaginary.json") == text
+    readme, measured = tmp_path / "README.md", tmp_path / "docs" / "measured.md"
+    measured.parent.mkdir()
+    for document in (readme, measured):
+        document.write_text("".join(f"{name}\n<!-- bench:{name} -->\nold\n<!-- /bench -->\nafter\n" for name in tables.TABLES), encoding="utf-8")
+    assert render.main(["--check"]) == 1
+    assert render.main([str(file), "--charts", str(tmp_path / "docs")]) == 0
+    for document, link in ((readme, "(bench/results/imaginary.json)"), (measured, "(../bench/results/imaginary.json)")):
+        text = document.read_text(encoding="utf-8")
+        assert "old" not in text and text.count("after\n") == len(tables.TABLES) and link in text
+        assert render.stale(text.replace("126.0 (1.25×)", "126.0 (1.52×)"), document.parent) == ["model"]
+        assert render.rewrite(text, gpu_results, "bench/results/imaginary.json", document.parent) == text
+    assert render.main(["--check"]) == 0
 
 
 def test_charts_are_drawn(gpu_results, tmp_path):
@@ -177,9 +181,10 @@ def test_committed_results_are_results_of_a_named_commit(file):
     assert results.problems_of(found) == [] and found["commit"]
 
 
-def test_the_readmes_tables_are_what_the_committed_results_say():
-    readme = environment.ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    if not render.BLOCK.search(text):
-        pytest.skip("the README has no <!-- bench:NAME --> blocks yet")
-    assert render.stale(text, environment.ROOT) == []
+def test_the_documents_tables_are_what_the_committed_results_say():
+    named = []
+    for document in render.documents():
+        text = document.read_text(encoding="utf-8")
+        assert render.stale(text, document.parent) == [], document
+        named += [match[2] for match in render.BLOCK.finditer(text)]
+    assert sorted(named) == sorted(tables.TABLES), "each table stands in one document"
