@@ -6,8 +6,6 @@ MLP part, whose activated result is written straight into the buffer that core's
 
 from __future__ import annotations
 
-from threading import get_ident
-
 import torch
 import torch.nn.functional as F
 
@@ -15,30 +13,35 @@ from ..kernels import cublaslt
 from ..kernels.column_copy import column_copy
 from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
 from ..kernels.nvrtc import KernelError
+from .classes import is_known_leaf
+from .leaves import leaf
 from .pending import Pending, real
-from .recognise import is_known_leaf
+from .standin import is_touched
 from .values import Applied, Columns
 from .weights import lent
 
 
-def is_touched(module) -> bool:
-    """Whether another pack has given the module a forward of its own, or hooks."""
-    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
-    """Why this up-projection keeps its own GELU, or None."""
-    if not is_known_leaf("GELU", activation) or activation.approximate != "tanh":
+def why_not_classes(linear, activation) -> str | None:
+    """Why an up-projection of these classes keeps its own GELU, or None."""
+    if not is_known_leaf("GELU", activation):
         return f"the activation is {type(activation).__name__}"
     if not is_known_leaf("Linear", linear):
         return f"a Linear is a {type(linear).__qualname__} (of a quantised file or of another pack)"
+    return None
+
+
+def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
+    """Why this up-projection keeps its own GELU as it stands now, or None."""
+    if activation.approximate != "tanh":
+        return f"the activation is a GELU with approximate={activation.approximate!r}"
     for module in (linear, activation):
         if is_touched(module):
             return f"a {type(module).__name__} is patched by another pack"
     if linear.bias is None:
         return "a Linear has no bias"
     if type(linear.weight) not in (torch.nn.Parameter, torch.Tensor) or linear.weight.dtype != dtype:
-        return f"weights are {str(linear.weight.dtype)[6:]} (quantised), the model computes in {str(dtype)[6:]}"
+        quantised = " (quantised)" if linear.weight.dtype.itemsize == 1 or type(linear.weight) not in (torch.nn.Parameter, torch.Tensor) else ""
+        return f"weights are {str(linear.weight.dtype)[6:]}{quantised}, the model computes in {str(dtype)[6:]}"
     return None
 
 
@@ -71,13 +74,15 @@ class HighPlan:
         for block in singles:
             self.sites["single"].append((block.linear1, block.mlp_act))
             self.leaves[block] = [("high_single", block.linear1, linear1_forward(block.hidden_size))]
+        # By class, once: a plan is made again when classes change.
+        self.refused = {name: next(filter(None, (why_not_classes(*site) for site in sites)), None) for name, sites in self.sites.items()}
 
     def choose(self, device, dtype) -> tuple[frozenset, dict]:
         """(kinds to mount, the report's "high" entry): a class mounts when every one of its sites can."""
         refused, kinds, mounted = why_not_device(device, dtype), set(), 0
         reasons = [refused] if refused else []
         for name, sites in self.sites.items():
-            reason = refused or next(filter(None, (why_not_site(*site, dtype) for site in sites)), None)
+            reason = refused or self.refused[name] or next(filter(None, (why_not_site(*site, dtype) for site in sites)), None)
             if reason is None:
                 kinds.add(f"high_{name}")
                 mounted += len(sites)
@@ -141,38 +146,30 @@ class MlpColumns(Pending):
         return p.buffer
 
 
-def up_forward(module, shared, active):
-    def forward(x, *args, **kwargs):
-        x = real(x)
-        if active[0] != get_ident() or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
-            return type(module).forward(module, x, *args, **kwargs)
-        return UpProjection(x, module)
-
-    return forward
+@leaf(1)
+def up_forward(module, shared, x):
+    x = real(x)
+    return UpProjection(x, module) if type(x) is torch.Tensor and x.ndim == 3 else NotImplemented
 
 
-def gelu_of_up_forward(module, shared, active):
-    def forward(x, *args, **kwargs):
-        if type(x) is UpProjection and x.fresh and not args and not kwargs:
-            return x.activated()
-        return type(module).forward(module, real(x), *args, **kwargs)
-
-    return forward
+@leaf(1)
+def gelu_of_up_forward(module, shared, x):
+    return x.activated() if type(x) is UpProjection and x.fresh else NotImplemented
 
 
 def linear1_forward(hidden):
-    def make(module, shared, active):
-        def forward(x, *args, **kwargs):
-            x = real(x)
-            if active[0] != get_ident() or args or kwargs or type(x) is not torch.Tensor or x.ndim != 3:
-                return type(module).forward(module, x, *args, **kwargs)
-            with lent(module, x) as (weight, bias):
-                qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])
-                mlp = weight.shape[0] - 3 * hidden
-                buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
-                linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
-            return SplitProjection(x, module, qkv, buffer, hidden)
+    """The maker of a single block's `linear1`, whose first 3 * `hidden` rows are q, k and v."""
 
-        return forward
+    @leaf(1)
+    def forward(module, shared, x):
+        x = real(x)
+        if type(x) is not torch.Tensor or x.ndim != 3:
+            return NotImplemented
+        with lent(module, x) as (weight, bias):
+            qkv = F.linear(x, weight[: 3 * hidden], bias[: 3 * hidden])
+            mlp = weight.shape[0] - 3 * hidden
+            buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
+            linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
+        return SplitProjection(x, module, qkv, buffer, hidden)
 
-    return make
+    return forward

@@ -1,6 +1,7 @@
 """The forwards that leaf modules get while their block runs: each gives a pending value where the block's code is known to use one.
 
-Each falls back on the class's own forward for anything it does not expect, and for any thread but the one that is in the block.
+Each falls back on the class's own forward for anything it does not expect, for any thread but the one that is in the block, and for any other module
+that it may find itself on.
 """
 
 from __future__ import annotations
@@ -9,68 +10,80 @@ from threading import get_ident
 
 import torch
 
-from .high import MlpColumns, is_touched
 from .pending import real
+from .standin import drop, is_touched, stand_in
 from .values import Chunk, Columns, Gelu, Head, Norm, NormedHead
 
-
-def modulation_forward(module, shared, active):
-    def forward(vec, *args, **kwargs):
-        if active[0] != get_ident() or args or kwargs or type(vec) is not torch.Tensor:
-            return type(module).forward(module, vec, *args, **kwargs)
-        modulation_out = type(module).forward.__globals__["ModulationOut"]
-        out = module.lin(shared.silu(vec))
-        width = out.shape[-1] // module.multiplier
-        chunks = [Chunk(out, i * width, width) for i in range(module.multiplier)]
-        return modulation_out(*chunks[:3]), modulation_out(*chunks[3:]) if module.is_double else None
-
-    return forward
+Tensor = torch.Tensor
 
 
-def norm_forward(module, shared, active):
-    def forward(x, *args, **kwargs):
-        if active[0] != get_ident() or args or kwargs or type(x) is not torch.Tensor:
-            return type(module).forward(module, real(x), *args, **kwargs)
-        return Norm(x, module)
+def leaf(arity: int):
+    """A maker of forwards from `lazy(module, shared, *args)`, which gives a pending value for `arity` arguments, or NotImplemented."""
 
-    return forward
+    def maker(lazy):
+        def make(module, shared, active):
+            def forward(self, *args, **kwargs):
+                if active[0] == get_ident() and self is module:
+                    # Hooks are asked for here too: code of others that runs inside the block may have set one since it began.
+                    if len(args) == arity and not kwargs and not self._forward_hooks and not self._forward_pre_hooks:
+                        result = lazy(self, shared, *args)
+                        if result is not NotImplemented:
+                            return result
+                elif not shared.busy:
+                    drop(self)
+                return type(self).forward(self, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
 
+            return stand_in(module, forward)
 
-def _projection_forward(module, active, joined_v):
-    def forward(x, *args, **kwargs):
-        out = type(module).forward(module, real(x), *args, **kwargs)
-        if active[0] != get_ident() or type(out) is not torch.Tensor or out.ndim != 3:
-            return out
-        return Columns(out, 0, out.shape[-1], joined_v)
+        return make
 
-    return forward
-
-
-def joined_projection_forward(module, shared, active):
-    return _projection_forward(module, active, True)
-
-
-def projection_forward(module, shared, active):
-    return _projection_forward(module, active, False)
+    return maker
 
 
-def qk_norm_forward(module, shared, active):
-    def forward(q, k, v, *args, **kwargs):
-        q_norm, k_norm = module.query_norm, module.key_norm
-        known = type(q) is Head and type(k) is Head and q.fresh and k.fresh
-        if active[0] != get_ident() or args or kwargs or not known or is_touched(q_norm) or is_touched(k_norm):
-            return type(module).forward(module, real(q), real(k), real(v), *args, **kwargs)
-        return NormedHead(q, q_norm, v, shared, (k, k_norm)), NormedHead(k, k_norm, v, shared, (q, q_norm))
+@leaf(1)
+def modulation_forward(module, shared, vec):
+    if type(vec) is not Tensor:
+        return NotImplemented
+    modulation_out = type(module).forward.__globals__["ModulationOut"]
+    out = module.lin(shared.silu(vec))
+    width = out.shape[-1] // module.multiplier
+    chunks = [Chunk(out, i * width, width) for i in range(module.multiplier)]
+    return modulation_out(*chunks[:3]), modulation_out(*chunks[3:]) if module.is_double else None
 
-    return forward
+
+@leaf(1)
+def norm_forward(module, shared, x):
+    return Norm(x, module) if type(x) is Tensor else NotImplemented
 
 
-def gelu_forward(module, shared, active):
-    def forward(x, *args, **kwargs):
-        if active[0] != get_ident() or args or kwargs or module.approximate != "tanh":
-            return type(module).forward(module, real(x), *args, **kwargs)
-        if type(x) is MlpColumns and x.fresh:
-            return x.activated()
-        return Gelu(x, module)
+def _projection(module, x, joined_v):
+    out = type(module).forward(module, real(x))
+    if type(out) is not Tensor or out.ndim != 3:
+        return out
+    return Columns(out, 0, out.shape[-1], joined_v)
 
-    return forward
+
+@leaf(1)
+def joined_projection_forward(module, shared, x):
+    return _projection(module, x, True)
+
+
+@leaf(1)
+def projection_forward(module, shared, x):
+    return _projection(module, x, False)
+
+
+@leaf(3)
+def qk_norm_forward(module, shared, q, k, v):
+    q_norm, k_norm = module.query_norm, module.key_norm
+    if type(q) is not Head or type(k) is not Head or not q.fresh or not k.fresh or is_touched(q_norm) or is_touched(k_norm):
+        return NotImplemented
+    return NormedHead(q, q_norm, v, shared, (k, k_norm)), NormedHead(k, k_norm, v, shared, (q, q_norm))
+
+
+@leaf(1)
+def gelu_forward(module, shared, x):
+    if module.approximate != "tanh":
+        return NotImplemented
+    activated = getattr(type(x), "activated", None)  # tier "high" has activated it in the product already
+    return activated(x) if activated is not None and x.fresh else Gelu(x, module)

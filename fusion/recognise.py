@@ -10,6 +10,9 @@ import tokenize
 
 import torch
 
+from .classes import is_own_code
+from .watch import kitchen_of
+
 # Digest of core's block code -> where it was read. Deferring an operation is safe only in code that is known not to write to an operand
 # between asking for the operation and using it, so a block whose code is not listed here runs as core runs it.
 KNOWN_BLOCKS: dict[str, str] = {
@@ -95,38 +98,6 @@ def loop_digest(model: type) -> str | None:
     return digest(getattr(model, "forward_orig", model.forward))
 
 
-# Classes whose forward a leaf may stand in for: (module, qualified name), by what they compute. GGUF's LayerNorm differs from core's in how
-# it finds weights, and FLUX's LayerNorms have none.
-LEAF_CLASSES = {
-    "LayerNorm": {("comfy.ops", "disable_weight_init.LayerNorm"), ("comfy.ops", "manual_cast.LayerNorm"), ("torch.nn.modules.normalization", "LayerNorm")},
-    "RMSNorm": {("comfy.ops", "disable_weight_init.RMSNorm"), ("comfy.ops", "manual_cast.RMSNorm"), ("torch.nn.modules.normalization", "RMSNorm")},
-    "Linear": {("comfy.ops", "disable_weight_init.Linear"), ("comfy.ops", "manual_cast.Linear"), ("torch.nn.modules.linear", "Linear")},
-    "GELU": {("torch.nn.modules.activation", "GELU")},
-}
-
-
-_known_leaves: dict = {}
-
-
-def is_own_forward(cls: type) -> bool:
-    """Whether the forward that `cls` would run is the one its defining class was written with, not one patched in at run time."""
-    owner = next(c for c in cls.__mro__ if "forward" in c.__dict__)
-    code = getattr(owner.__dict__["forward"], "__code__", None)
-    return code is not None and code.co_name == "forward" and code.co_filename == getattr(sys.modules.get(owner.__module__), "__file__", None)
-
-
-def is_known_leaf(kind: str, module) -> bool:
-    """Whether `module` is of a class that computes what the leaf of this kind defers. Asked at each model call, so remembered by class."""
-    cls = type(module)
-    key = kind, cls, getattr(cls.forward, "__code__", None)  # the function itself could keep a model alive
-    if key not in _known_leaves:
-        known = (cls.__module__, cls.__qualname__) in LEAF_CLASSES[kind] or (kind == "LayerNorm" and cls.__qualname__ == "GGMLOps.LayerNorm")
-        if len(_known_leaves) > 256:
-            _known_leaves.clear()
-        _known_leaves[key] = known and is_own_forward(cls)
-    return _known_leaves[key]
-
-
 _STREAM = "{0}_mod.lin {0}_norm1 {0}_norm2 {0}_attn.qkv {0}_attn.norm.query_norm {0}_attn.norm.key_norm {0}_attn.proj {0}_mlp.0 {0}_mlp.1 {0}_mlp.2"
 DOUBLE_CHILDREN = tuple(_STREAM.format("img").split() + _STREAM.format("txt").split())
 SINGLE_CHILDREN = ("modulation.lin", "pre_norm", "norm.query_norm", "norm.key_norm", "linear1", "linear2", "mlp_act")
@@ -148,10 +119,18 @@ def is_compiled(diffusion_model) -> bool:
 
 
 def is_own_rope(attention) -> bool:
-    """Whether the rotation that `attention` calls is the one its module was written with: another one gets tensors, as it may expect."""
-    names = attention.__globals__
+    """Whether the rotation that `attention` calls is the one it was written with: another one gets tensors, as it may expect."""
+    names, kitchen = attention.__globals__, kitchen_of(attention)
     found = [names[name] for name in ("apply_rope", "apply_rope1") if name in names]
-    return all(getattr(f, "__globals__", None) is names and digest(f) is not None for f in found)
+    if not all(getattr(f, "__globals__", None) is names and digest(f) is not None for f in found):
+        return False
+    below = [names.get(f"q_{name}", getattr(kitchen, name, None)) for name in ("apply_rope", "apply_rope1")]
+    return all(f is None or _is_comfy_kitchens(f) for f in below)
+
+
+def _is_comfy_kitchens(function) -> bool:
+    home = str(getattr(function, "__module__", None))
+    return home.partition(".")[0] == "comfy_kitchen" and (not hasattr(function, "__code__") or is_own_code(function, home))
 
 
 def why_not_family(diffusion_model) -> str | None:
@@ -181,12 +160,14 @@ def why_not_code(diffusion_model) -> str | None:
         return reason
     doubles, singles = getattr(diffusion_model, "double_blocks", ()), getattr(diffusion_model, "single_blocks", ())
     if not len(doubles) or not len(singles):
-        return "not FLUX.1: it has no double or no single blocks"
+        return "not FLUX.1: it has no double or no single blocks (or another pack has put others in their place)"
     for kind, blocks in (("double", doubles), ("single", singles)):
         if len({type(b) for b in blocks}) != 1:
             return f"its {kind} blocks are of different classes (another pack replaced some)"
         if any(b._compiled_call_impl is not None for b in blocks) or type(blocks[0]).__name__ == "OptimizedModule":
             return "its blocks are compiled with torch.compile"
+        if _package(type(blocks[0])) not in map(_package, type(diffusion_model).__mro__):
+            return f"its {kind} blocks are {type(blocks[0]).__qualname__} of another pack"
     final = getattr(diffusion_model, "final_layer", None)
     try:
         names = type(doubles[0]).forward.__globals__
@@ -197,7 +178,37 @@ def why_not_code(diffusion_model) -> str | None:
         )
     except (AttributeError, KeyError):
         known = False
-    return None if known else "core version not recognised: the code of its FLUX blocks is not one that was checked"
+    if known:
+        return None
+    changed = _changed_at_run_time(type(diffusion_model), type(doubles[0]), type(singles[0]), None if final is None else type(final))
+    if changed:
+        return f"core version not recognised: another pack has changed its {changed}"
+    return "core version not recognised: the code of its FLUX blocks is not one that was checked"
+
+
+def _package_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _package(cls: type) -> str:
+    return _package_of(cls.__module__)
+
+
+def _changed_at_run_time(model: type, double: type, single: type, final) -> str | None:
+    """The first of the functions that a block is recognised by which is not what its file holds, or None."""
+    packages = {_package(cls) for cls in (*model.__mro__, double)}
+    names = vars(sys.modules.get(double.__module__, object))
+    classes = [cls for cls in (double, single, names.get("Modulation"), names.get("QKNorm"), final) if isinstance(cls, type)]
+    functions = [(f"{cls.__name__}.forward", cls.__dict__.get("forward"), cls.__module__) for cls in classes]
+    for name in ("apply_mod", "attention"):
+        if name in names:
+            functions.append((name, names[name], getattr(names[name], "__module__", None)))
+    for name, function, module in functions:
+        if not hasattr(sys.modules.get(module), "__file__"):
+            return None  # made at run time, all of it: there is no file to compare with
+        if not is_own_code(function, module) or function.__code__.co_name != name.rpartition(".")[2] or _package_of(module) not in packages:
+            return name
+    return None
 
 
 def why_not_structure(diffusion_model) -> str | None:

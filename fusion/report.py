@@ -17,7 +17,7 @@
     high                  None, or {"state": "mounted" | "stepped_aside", "sites": int, "of": int, "reasons": [str],
                           "max_relative_error": float | None}
     blocks                {"double": 19, "single": 38}
-    blocks_mounted        blocks that were ours during the last call; others were left to another pack (see notes)
+    blocks_mounted        blocks that ran with fused operations, in the call that had most of them; others were skipped, or left to core (see notes)
     steps                 calls of the model
     ops                   one per kind of fused operation, in a fixed order:
                           {"op": "residual_gate", "label": "residual gates", "sites": 114, "launches": 2280,
@@ -44,6 +44,7 @@ import torch
 from ..kernels.proof import REGISTRY
 
 SCHEMA = 1
+NO_CALL = "No call of the model came through here: nothing was sampled, or another pack calls the model in its own way."
 OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "linear_gelu", "column_copy")
 _numbers = itertools.count(1)
 
@@ -56,8 +57,8 @@ def _counts() -> dict:
 class Run:
     """Counts of one sampling run. Cheap to keep: everything is derived from the kernels' own counters when somebody asks."""
 
-    def __init__(self, token: str, lineage=()):
-        self.number, self.token, self.lineage, self.tier = next(_numbers), token, list(lineage), "lossless"
+    def __init__(self, token: str, lineage=(), direct: bool = False):
+        self.number, self.token, self.lineage, self.direct, self.tier = next(_numbers), token, list(lineage), direct, "lossless"
         self.started, self._clock, self.seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter(), 0.0
         self._first_call = None  # when the first call of the model began: before it, core loads the model
         self.outcome, self.reason, self.phase, self._aside = "running", None, None, 0
@@ -81,6 +82,11 @@ class Run:
             self.model, self.dtype = model, dtype
             if device not in self.devices:
                 self.devices.append(device)
+
+    def count_blocks(self, entered: int) -> None:
+        """So many blocks ran with leaves of ours in one call, which need not have come to its end."""
+        with self._lock:
+            self.mounted = max(self.mounted, min(entered, sum(self.blocks.values())))
 
     def count_fused(self) -> bool:
         """One call of the model has ended with the leaves mounted; whether it was the run's first."""
@@ -187,11 +193,11 @@ def core_version() -> str | None:
 def text(report: dict) -> str:
     """One line for the node: what happened, why, and what it means for the picture."""
     if report["state"] == "stepped_aside":
-        return f"Stepped aside: {report['reason']}. Image unaffected."
+        effect = {"interrupted": "The run was interrupted.", "error": "The run ended with an error."}.get(report["outcome"], "Image unaffected.")
+        return f"Stepped aside: {report['reason']}. {effect}"
     if not report["steps"]:
-        return {"interrupted": "Interrupted before the first step.", "error": "Ended with an error before the first step.", "finished": "No step was sampled."}.get(
-            report["outcome"], "Waiting for the first step."
-        )
+        early = {"interrupted": "Interrupted before the first step.", "error": "Ended with an error before the first step.", "finished": NO_CALL}
+        return early.get(report["outcome"], "Waiting for the first step.")
     blocks, gates = sum(report["blocks"].values()), next((op for op in report["ops"] if op["op"] == "residual_gate"), None)
     parts = [f"{report['blocks_mounted']}/{blocks} blocks"]
     if gates and gates["launches"]:

@@ -14,11 +14,11 @@ import torch
 
 from ..kernels import build
 from . import recognise, surroundings
-from .high import is_touched
 from .mounting import KINDS, current_plan, forget, mounted, plan_for
 from .report import Run
 from .shared import READ_BY_PATCHES, by_others
 from .sites import Plan
+from .standin import is_touched
 from .table import register_comfy_kitchen
 
 log = logging.getLogger("flux_fast_path")
@@ -27,15 +27,18 @@ KEY = "flux_fast_path"  # of our wrappers and of our plain-data options
 OUTER_SAMPLE, APPLY_MODEL, DIFFUSION_MODEL = "outer_sample", "apply_model", "diffusion_model"  # comfy.patcher_extension.WrappersMP
 
 
-def plan_or_reason(base_model, x, dtype: torch.dtype, transformer_options: dict) -> tuple[Plan | None, str | None]:
-    """The plan for this model call, or why it runs as core runs it. `dtype` is what the model computes in."""
+def plan_or_reason(base_model, x, dtype: torch.dtype, transformer_options: dict, say_building=lambda: None) -> tuple[Plan | None, str | None]:
+    """The plan for this model call, or why it runs as core runs it. `dtype` is what the model computes in; `say_building()` is told of a wait."""
     if torch.compiler.is_compiling() or "torch.compile" in transformer_options.get("wrappers", {}).get(APPLY_MODEL, {}):
         return None, "the model is compiled with torch.compile"
     diffusion_model = getattr(base_model, "diffusion_model", None)
     reason = recognise.why_not_code(diffusion_model)
     if reason:
         return None, reason
-    reason = surroundings.why_not(x.device) or why_not_device(x.device, dtype)
+    reason = surroundings.why_not(x.device.type)
+    if reason is None and not build.is_settled(x.device, dtype):
+        say_building()
+    reason = reason or why_not_device(x.device, dtype)
     if reason:
         return None, reason
     plan = current_plan(diffusion_model)
@@ -56,8 +59,8 @@ def compute_dtype(base_model) -> torch.dtype:
 class Application:
     """One application of a node to a model: what its wrappers share. Holds no model and no tensor."""
 
-    def __init__(self, token: str, publish, nodes: list, lineage: list):
-        self.token, self.publish, self.nodes, self.lineage, self.run = token, publish, nodes, lineage, None
+    def __init__(self, token: str, publish, options: dict):
+        self.token, self.publish, self.options, self.run = token, publish, options, None
         self.models = weakref.WeakSet()  # that a run has called
 
     def __deepcopy__(self, memo):
@@ -67,13 +70,13 @@ class Application:
         try:
             if run.outcome != "running":
                 log.info("FLUX Fast Path: %s", run.to_dict()["text"])
-            self.publish(run, self.nodes)
+            self.publish(run, self.options["nodes"])
         except Exception:  # the picture never depends on whether somebody could be told about it
             log.debug("publishing the report failed", exc_info=True)
 
     def outer_sample(self, executor, *args, **kwargs):
         """Core's OUTER_SAMPLE wrapper. Runs before the model is loaded, so it only frames the run."""
-        run = self.run = Run(self.token, self.lineage)
+        run = self.run = Run(self.token, self.options["lineage"])
         outcome = "error"
         try:
             result = executor(*args, **kwargs)
@@ -84,30 +87,43 @@ class Application:
                 outcome = "interrupted"
             raise
         finally:
-            run.end(outcome)
-            for model in list(self.models):
-                forget(model)
-            self.tell(run)
+            self.end(run, outcome)
+
+    def end(self, run: Run, outcome: str) -> None:
+        run.end(outcome)
+        for model in list(self.models):
+            forget(model)
+        self.tell(run)
 
     def apply_model(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options={}, *args, **kwargs):  # noqa: B006 core's own default
         """Core's APPLY_MODEL wrapper."""
-        if self.run is None:
-            self.run = Run(self.token, self.lineage)  # somebody calls the model without the sampler
-        run, options = self.run, transformer_options.get(KEY) or {}
+        call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
+        if self.run is not None and self.run.outcome == "running":
+            return self.model_call(self.run, executor, call, kwargs)
+        # Somebody calls the model without the sampler: such calls, one after the other, make a run of their own.
+        run = self.run = self.run if self.run is not None and self.run.direct else Run(self.token, self.options["lineage"], direct=True)
+        outcome = "error"
+        try:
+            result = self.model_call(run, executor, call, kwargs)
+            outcome = "finished"
+            return result
+        finally:
+            self.end(run, outcome)
+
+    def model_call(self, run: Run, executor, call: tuple, conditions: dict):
+        """One call of the model, with the leaves mounted or as core runs it. `call`: APPLY_MODEL's positional arguments."""
+        x, transformer_options = call[0], call[5]
+        options = transformer_options.get(KEY) or self.options  # another pack may have made options of its own
         run.tier = options.get("tier", "lossless")
         run.count_call()
-        call = (x, t, c_concat, c_crossattn, control, transformer_options, *args)
         try:
             base = executor.class_obj
             dtype = compute_dtype(base)
             run.describe(type(base.diffusion_model).__name__, x.device, str(dtype)[6:])
-            if not build.is_settled(x.device, dtype):
-                run.phase = "Building kernels…"
-                self.tell(run)
-            plan, reason = plan_or_reason(base, x, dtype, transformer_options)
+            plan, reason = plan_or_reason(base, x, dtype, transformer_options, lambda: self.say_building(run))
             if plan is not None:
                 self.models.add(base.diffusion_model)
-                kinds, *sharing = choices(base.diffusion_model, plan, transformer_options, kwargs, run)
+                kinds, *sharing = choices(base.diffusion_model, plan, transformer_options, conditions, run)
                 kinds = with_tier(kinds, options, plan, x.device, dtype, run)
                 reason = None if kinds else nothing_to_mount(run)
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
@@ -116,17 +132,25 @@ class Application:
         run.phase = None
         if reason:
             run.step_aside(reason)
-            return executor(*call, **kwargs)
+            return executor(*call, **conditions)
         register_comfy_kitchen()
-        with mounted(plan, kinds, *sharing, note=run.note, device=x.device) as count:
-            if count is None:
+        with mounted(plan, kinds, *sharing, note=run.note, device=x.device) as mine:
+            if mine is None:
                 run.step_aside("another thread is using this model now")
-                return executor(*call, **kwargs)
-            run.mounted = count
-            result = executor(*call, **kwargs)
-        if run.count_fused():
+                return executor(*call, **conditions)
+            try:
+                result = executor(*call, **conditions)
+            finally:
+                run.count_blocks(mine.entered)
+        if not mine.entered:
+            run.step_aside("no block ran as core runs it: another pack has its own way through them")
+        elif run.count_fused():
             self.tell(run)
         return result
+
+    def say_building(self, run: Run) -> None:
+        run.phase = "Building kernels…"
+        self.tell(run)
 
 
 def with_tier(kinds: frozenset, options: dict, plan: Plan, device, dtype, run: Run) -> frozenset:
@@ -169,7 +193,7 @@ def choices(diffusion_model, plan: Plan, transformer_options: dict, conditions: 
     wrappers = transformer_options.get("wrappers") or {}
     alone = not wrappers.get(DIFFUSION_MODEL) and not any(found for key, found in (wrappers.get(APPLY_MODEL) or {}).items() if key != KEY)
     watched = (*diffusion_model.double_blocks, *diffusion_model.single_blocks, *plan.modulations)
-    return kinds, not own_attention, not patched and known_loop and alone and not any(map(is_touched, watched))
+    return kinds, not own_attention, not patched and known_loop and alone and plan.alone and not any(map(is_touched, watched))
 
 
 def why_not_apply(model) -> str | None:
@@ -200,8 +224,9 @@ def apply(model, publish=lambda run, nodes: None, node=None, **options):
     before = transformer_options.get(KEY) or {}
     nodes = [n for n in before.get("nodes", []) if n != node] + [node]
     lineage = [*before.get("lineage", []), *filter(None, [before.get("token")])]
-    application = Application(uuid.uuid4().hex, publish, nodes, lineage)
-    transformer_options[KEY] = {**before, **options, "nodes": nodes, "token": application.token, "lineage": lineage}
+    token = uuid.uuid4().hex
+    options = transformer_options[KEY] = {**before, **options, "nodes": nodes, "token": token, "lineage": lineage}
+    application = Application(token, publish, options)
     for kind, wrapper in ((OUTER_SAMPLE, application.outer_sample), (APPLY_MODEL, application.apply_model)):
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, wrapper)

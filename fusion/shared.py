@@ -30,12 +30,14 @@ def _ignore(text: str) -> None:
 class Call:
     """One call of the model, in one thread."""
 
-    __slots__ = ("kinds", "token_major", "share_silu", "note", "device", "thread")
+    __slots__ = ("kinds", "token_major", "share_silu", "note", "on", "thread", "mounted", "entered")
 
     def __init__(self, kinds=frozenset(), token_major=False, share_silu=False, note=_ignore, device=CUDA):
         # token_major: whether attention may be asked for the other memory order
         # share_silu: whether every Modulation of this call sees the same, unwritten vec
-        self.kinds, self.token_major, self.share_silu, self.note, self.device, self.thread = kinds, token_major, share_silu, note, device, get_ident()
+        self.kinds, self.token_major, self.share_silu, self.note, self.on, self.thread = kinds, token_major, share_silu, note, device.type, get_ident()
+        self.mounted = 0  # blocks that have our forward
+        self.entered = 0  # times that a block ran with leaves of ours
 
 
 IDLE = Call()
@@ -47,6 +49,7 @@ class Shared:
     def __init__(self, attention):
         self.layouts = AttentionLayouts(attention)
         self._calls, self._lock = [], threading.Lock()
+        self.outdated = False  # a block was not what the plan was made for
         self._apply()
 
     def begin(self, call: Call) -> bool:
@@ -80,7 +83,7 @@ class Shared:
         call = self.call
         if call.thread != get_ident() or torch.compiler.is_compiling():
             return None
-        reason = surroundings.why_not(call.device)
+        reason = surroundings.why_not(call.on)
         if reason:
             call.note(f"a block ran as core runs it: {reason}")
             return None

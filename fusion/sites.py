@@ -1,7 +1,8 @@
 """Leaf modules of FLUX's blocks whose result can be deferred, and the forward each gets while its own block runs.
 
 A leaf is mounted only from the entry of its block's forward, whose code is known, to its exit: whoever calls the leaf from elsewhere gets what
-core gives. A block or leaf that another pack has touched (instance forward, hooks, another class) is left alone, with a note.
+core gives. A block or leaf that another pack has touched (instance forward, hooks, another class) is left alone, with a note; so is a block that is
+not, or is not given, what the plan was made for.
 """
 
 from __future__ import annotations
@@ -9,10 +10,19 @@ from __future__ import annotations
 import sys
 from threading import get_ident
 
-from .high import HighPlan, is_touched
+import torch
+
+from .classes import is_cores_linear, is_known_leaf, is_own_class
+from .high import HighPlan
 from .leaves import gelu_forward, joined_projection_forward, modulation_forward, norm_forward, projection_forward, qk_norm_forward
-from .recognise import is_known_leaf, is_own_forward
 from .shared import Shared
+from .standin import drop, is_touched, mount, restore, stand_in
+from .watch import ON_CLASSES, Below, Watch, code_places
+
+Tensor = torch.Tensor
+PLAIN = frozenset((type(None), dict, list, tuple))
+IN_ORDER = frozenset(("modulation", "norm"))  # of no use, and handed on unrun, where core modulates token ranges of their own
+FROM_PROJECTION = frozenset(("qk", "projection", "single_projection"))  # would reach attention unrun, were there no rotation before it
 
 
 class Plan:
@@ -28,10 +38,12 @@ class Plan:
         names = type(doubles[0]).forward.__globals__
         self._classes = {"modulation": names["Modulation"], "qk": names["QKNorm"]}
         self.units = []  # (block, the forward that mounts its leaves)
-        self.places = []  # where the leaves hang: dictionaries of submodules
-        self.classes = set()  # of all modules in the blocks
         self.modulations = []  # with their Linears
-        for block in doubles:
+        final = getattr(diffusion_model, "final_layer", None)
+        self._made_for = self._identities(diffusion_model)
+        classes = {type(m) for part in (*doubles, *singles, final) if part is not None for m in part.modules()}
+        self.code = Watch([*code_places(self.attention(), doubles[0]), *((cls, ON_CLASSES) for cls in classes)])
+        for block in dict.fromkeys(doubles):  # a pack may run one block several times
             leaves = []
             for stream in ("img", "txt"):
                 self._add(leaves, "modulation", getattr(block, f"{stream}_mod"), modulation_forward)
@@ -41,7 +53,7 @@ class Plan:
                 self._add(leaves, "projection", attention.qkv, joined_projection_forward)
                 self._add(leaves, "qk", attention.norm, qk_norm_forward)
             self._unit(block, leaves + self.high.leaves[block])
-        for block in singles:
+        for block in dict.fromkeys(singles):
             leaves = []
             self._add(leaves, "modulation", block.modulation, modulation_forward)
             self._add(leaves, "norm", block.pre_norm, norm_forward)
@@ -49,25 +61,33 @@ class Plan:
             self._add(leaves, "qk", block.norm, qk_norm_forward)
             self._add(leaves, "gelu", block.mlp_act, gelu_forward)
             self._unit(block, leaves + self.high.leaves[block])
-        final, leaves = getattr(diffusion_model, "final_layer", None), []
+        self.distinct_blocks = len(self.units)
+        leaves = []
         if getattr(final, "norm_final", None) is not None:
             self._add(leaves, "norm", final.norm_final, norm_forward)
-            self._unit(final, leaves)
+            self._unit(final, leaves, counts=False)
+        self.alone = all(map(is_cores_linear, self.modulations[1::2]))  # no Modulation writes to the silu(vec) that it is given
 
-    def _unit(self, block, leaves):
+    @staticmethod
+    def _identities(diffusion_model) -> list:
+        parts = *diffusion_model.double_blocks, None, *diffusion_model.single_blocks, getattr(diffusion_model, "final_layer", None)
+        return list(map(id, parts))
+
+    def holds_for(self, diffusion_model) -> bool:
+        """Whether the model still has the blocks and the code that this plan was made from, as far as its blocks have found."""
+        return not self.shared.outdated and self._identities(diffusion_model) == self._made_for and self.code.unchanged()
+
+    def _unit(self, block, leaves, counts=True):
         active = [0]  # the thread that is in the block's own forward: outside it, a leaf forward that somebody kept is core's again
         made = [(kind, module, make(module, self.shared, active)) for kind, module, make in leaves]
-        self.units.append((block, block_forward(block, made, self.shared, active)))
-        modules = list(block.modules())
-        self.places += [m._modules for m in modules]
-        self.classes.update(map(type, modules))
+        self.units.append((block, block_forward(block, made, self.shared, active, self.code, counts)))
 
     def _add(self, leaves, kind, module, make):
         stranger = type(module)
         if kind == "modulation":
             self.modulations += [module, module.lin]
         if kind in self._classes:
-            known = stranger is self._classes[kind] and is_own_forward(stranger)
+            known = stranger is self._classes[kind] and is_own_class(stranger)
             if known and kind == "qk":
                 unknown = [type(n) for n in (module.query_norm, module.key_norm) if not is_known_leaf("RMSNorm", n)]
                 if unknown:
@@ -77,7 +97,7 @@ class Plan:
         elif kind == "gelu":
             known = is_known_leaf("GELU", module) and module.approximate == "tanh"
         else:
-            known = True  # a projection's own forward runs, whatever it is
+            known = stranger.__call__ is torch.nn.Module.__call__  # a projection's own forward runs, whatever it is
         if known:
             leaves.append((kind, module, make))
         else:
@@ -99,16 +119,41 @@ class Plan:
         }
 
 
-def block_forward(block, leaves, shared, active):
+def block_forward(block, leaves, shared, active, code, counts):
     """A forward for `block` that mounts its leaves, runs the block's own forward, and restores."""
-    names = type(block).forward.__code__.co_varnames
-    most = names.index("attn_mask") - 1 if "attn_mask" in names else len(names)  # positional arguments before what has to be seen by name
+    names = type(block).forward.__code__.co_varnames[1 : type(block).forward.__code__.co_argcount]
+    most = names.index("attn_mask") if "attn_mask" in names else len(names)  # positional arguments before what has to be seen by name
+    pe_at = names.index("pe") if "pe" in names else None
+    ranges = tuple(name for name in names if name.startswith("modulation_dims"))
+    below = Below(block)
 
-    def forward(*args, **kwargs):
-        own = type(block).forward
+    def mountable(self, args, kwargs):
+        """Kinds of leaves that may be mounted for this call of the block."""
+        if self is not block or len(args) > most:
+            return None
+        for value in (*args, *kwargs.values()):
+            kind = type(value)
+            if kind is not Tensor and kind not in PLAIN and isinstance(value, Tensor):
+                return None  # a tensor of another pack's class, which may see every operation
         kinds = shared.enter_block(kwargs.get("transformer_options") or {}, kwargs.get("attn_mask"))
-        if kinds is None or len(args) > most:
-            return own(block, *args, **kwargs)
+        if not kinds:
+            return None
+        if not code.unchanged() or not below.unchanged():
+            shared.outdated = True
+            shared.call.note("a block ran as core runs it: another pack has changed it, or the code it runs, during the call")
+            return None
+        if pe_at is not None and type(args[pe_at] if len(args) > pe_at else kwargs.get("pe")) is not Tensor:
+            kinds = kinds - FROM_PROJECTION
+        if ranges and any(kwargs.get(name) is not None for name in ranges):
+            kinds = kinds - IN_ORDER
+        return kinds
+
+    def forward(self, *args, **kwargs):
+        kinds = mountable(self, args, kwargs)
+        if kinds is None:
+            if not shared.busy:
+                drop(self)
+            return type(self).forward(self, *args, **kwargs)
         owned, outer = [], active[0]
         try:
             active[0] = get_ident()
@@ -117,17 +162,14 @@ def block_forward(block, leaves, shared, active):
                     if is_touched(module):
                         shared.call.note(f"a {type(module).__name__} has a forward or hooks of another pack and stays as it is")
                     else:
-                        attributes = module.__dict__
-                        owned.append((attributes, leaf))
-                        attributes["forward"] = leaf
-            return own(block, *args, **kwargs)
+                        mount(module, leaf, owned)
+            shared.call.entered += counts and bool(owned)
+            return type(self).forward(self, *args, **kwargs)
         finally:
             active[0] = outer
-            for attributes, leaf in owned:
-                if attributes.get("forward") is leaf:
-                    del attributes["forward"]
+            restore(owned)
 
-    return forward
+    return stand_in(block, forward)
 
 
 def _attention_of(block):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +10,22 @@ import torch.nn.modules.module as _modules
 import torch.overrides as _overrides
 import torch.utils._python_dispatch as _dispatch
 
-# Torch functions that the fused operations stand in for, as they were when the pack was imported; their references call whatever is there.
-_WATCHED = tuple(
-    (owner, tuple(name for name in names if name in owner.__dict__))
-    for owner, names in ((torch, ("addcmul", "cat", "split", "layer_norm", "rms_norm", "add", "mul")), (F, ("layer_norm", "rms_norm", "gelu", "silu", "linear")))
+# Torch functions that the fused operations stand in for, and what stands between them and a module, as they were when the pack was imported; their
+# references call whatever is there.
+_OF_TORCH = tuple(name for name in ("addcmul", "cat", "split", "layer_norm", "rms_norm", "add", "mul") if name in torch.__dict__)
+_OF_FUNCTIONAL = tuple(name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear") if name in F.__dict__)
+_OF_MODULE = ("__call__", "_call_impl")
+_OF_TENSOR = ("chunk", "split", "view", "permute", "__iter__", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "addcmul", "add_")  # that pending values answer for
+_CLASSES = tuple(getattr(torch.nn, name) for name in ("LayerNorm", "RMSNorm", "GELU", "Linear", "Sequential") if hasattr(torch.nn, name))
+_NAMES = (
+    *(f"torch.{name}" for name in _OF_TORCH), *(f"functional.{name}" for name in _OF_FUNCTIONAL), *(f"Module.{name}" for name in _OF_MODULE),
+    *(f"Tensor.{name}" for name in _OF_TENSOR), *(f"{cls.__name__}.forward" for cls in _CLASSES),
 )
-_NAMES = tuple(name for _, names in _WATCHED for name in names)
-(_torch, _torch_names), (_functional, _functional_names) = ((owner.__dict__, itemgetter(*names)) for owner, names in _WATCHED)
 
 
-def _functions() -> tuple:
-    return _torch_names(_torch) + _functional_names(_functional)
+def _functions(torch=torch.__dict__, functional=F.__dict__, module=torch.nn.Module, tensor=torch.Tensor, of_torch=itemgetter(*_OF_TORCH),
+               of_functional=itemgetter(*_OF_FUNCTIONAL), of_module=attrgetter(*_OF_MODULE), of_tensor=attrgetter(*_OF_TENSOR)) -> tuple:
+    return (*of_torch(torch), *of_functional(functional), *of_module(module), *of_tensor(tensor), *[cls.forward for cls in _CLASSES])
 
 
 _ORIGINALS = _functions()
@@ -37,20 +42,24 @@ def _foreign_mode() -> str | None:
     return next((type(mode).__name__ for mode in modes if type(mode).__name__ != "DeviceContext"), None)
 
 
-def _autocast(device: torch.device) -> bool:
+def _autocast_by_kind():
     try:
-        return torch.is_autocast_enabled(device.type)
+        torch.is_autocast_enabled("cpu")
+        return torch.is_autocast_enabled
     except TypeError:  # torch before 2.4 asks for CUDA alone
-        return torch.is_autocast_enabled()
+        return lambda kind: torch.is_autocast_enabled()
 
 
-def why_not(device: torch.device) -> str | None:
-    """Why nothing may stand in for eager operations on `device` now, or None."""
+_autocast = _autocast_by_kind()
+
+
+def why_not(kind: str) -> str | None:
+    """Why nothing may stand in for eager operations on devices of this kind ("cuda") now, or None."""
     if _modules._global_forward_hooks or _modules._global_forward_pre_hooks:
         return "another pack watches every module through torch's global hooks"
     if torch.is_grad_enabled():
         return "gradients are being recorded (training)"
-    if _autocast(device):
+    if _autocast(kind):
         return "torch.autocast is on, which changes what each operation computes in"
     mode = _foreign_mode()
     if mode:

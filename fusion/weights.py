@@ -17,7 +17,7 @@ def _is_plain(module) -> bool:
 
 def plain_layer_norm(module, x: torch.Tensor) -> bool:
     """Whether `module(x)` is LayerNorm over the last dimension without weights: what `layer_norm_modulate` computes."""
-    return not module.elementwise_affine and module.normalized_shape == x.shape[-1:]
+    return module.weight is None and module.bias is None and module.normalized_shape == x.shape[-1:]
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """A report (the dictionary that fusion/report.py documents) in words that a painter understands."""
 
+from ..fusion.report import NO_CALL
+
 STATES = {
     "proven": "proven bit for bit on this GPU",
     "bounded": "checked on this GPU: differs from ComfyUI by rounding only",
@@ -24,7 +26,7 @@ def _outcome(report):
         lines = [f"The fast path stepped aside: {report.get('reason') or 'no reason was recorded'}."]
         lines.append(broken or "The image is unaffected: ComfyUI drew it in its usual way, at its usual speed.")
     elif report.get("steps") == 0:
-        return [broken or "No step was sampled."]
+        return [broken or NO_CALL]
     else:
         lines = [_where(report)]
         if broken:

@@ -104,7 +104,7 @@ def told(**changes):
     (dict(outcome="error"), "57/57 blocks · 114 gates · proven on Test GPU · −27.1 ms/step · ended with an error"),
     (dict(outcome="error", steps=0), "Ended with an error before the first step."),
     (dict(outcome="interrupted", steps=0), "Interrupted before the first step."),
-    (dict(outcome="finished", steps=0), "No step was sampled."),
+    (dict(outcome="finished", steps=0), "No call of the model came through here: nothing was sampled, or another pack calls the model in its own way."),
     (dict(outcome="running", steps=0), "Waiting for the first step."),
     (dict(ops=[dict(op="linear_gelu", sites=76, launches=76, state="bounded")], saved_ms_per_step=None, high=dict(sites=76, of=76, reasons=[])),
      "57/57 blocks · checked on Test GPU · high: 76/76 sites, not bit-exact"),

@@ -109,7 +109,7 @@ def test_a_thread_that_comes_while_another_is_in_the_model_is_refused(patcher):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
-        assert count == 5 and seen == [None] and plan.shared.busy
+        assert count.mounted == 5 and seen == [None] and plan.shared.busy
     assert not plan.shared.busy
 
 

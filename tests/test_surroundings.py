@@ -57,7 +57,7 @@ def test_a_torch_function_that_another_pack_replaces_while_we_are_there_is_their
 
 def test_a_default_device_is_nothing_to_step_aside_for():
     with torch.inference_mode(), torch.device(DEVICE):
-        assert surroundings.why_not(torch.device(DEVICE)) is None
+        assert surroundings.why_not(DEVICE) is None
 
 
 # --- attention, through which the memory order of q and k is proven ---
