@@ -14,7 +14,7 @@ from ..kernels.column_copy import column_copy
 from ..kernels.linear_gelu import UNIT_ROUNDOFF, linear_gelu
 from ..kernels.nvrtc import KernelError
 from .classes import is_known_leaf
-from .leaves import leaf
+from .leaves import Leaf, leaf
 from .pending import Pending, real
 from .standin import is_touched
 from .values import Applied, Columns
@@ -65,15 +65,15 @@ class HighPlan:
 
     def __init__(self, doubles, singles):
         self.sites = {"double": [], "single": []}
-        self.leaves = {}  # block -> [(kind, module, what makes its forward)]
+        self.leaves = {}  # block -> [Leaf]
         for block in doubles:
             mine = self.leaves[block] = []
             for mlp in (block.img_mlp, block.txt_mlp):
                 self.sites["double"].append((mlp[0], mlp[1]))
-                mine += [("high_double", mlp[0], up_forward), ("high_double", mlp[1], gelu_of_up_forward)]
+                mine += [Leaf("high_double", mlp[1], gelu_of_up_forward), Leaf("high_double", mlp[0], up_forward, (mlp[1],))]
         for block in singles:
             self.sites["single"].append((block.linear1, block.mlp_act))
-            self.leaves[block] = [("high_single", block.linear1, linear1_forward(block.hidden_size))]
+            self.leaves[block] = [Leaf("high_single", block.linear1, linear1_forward(block.norm, block.hidden_size), (block.mlp_act,))]
         # By class, once: a plan is made again when classes change.
         self.refused = {name: next(filter(None, (why_not_classes(*site) for site in sites)), None) for name, sites in self.sites.items()}
 
@@ -105,10 +105,10 @@ class UpProjection(Applied):
 class SplitProjection(Pending):
     """A single block's `linear1(x)`: q/k/v as a tensor, the MLP part activated in `buffer[..., hidden:]`."""
 
-    __slots__ = ("x", "module", "qkv", "buffer", "hidden")
+    __slots__ = ("x", "module", "qkv", "buffer", "hidden", "defers_qk")
 
-    def __init__(self, x, module, qkv, buffer, hidden):
-        self._real, self.x, self.module, self.qkv, self.buffer, self.hidden = None, x, module, qkv, buffer, hidden
+    def __init__(self, x, module, qkv, buffer, hidden, defers_qk):
+        self._real, self.x, self.module, self.qkv, self.buffer, self.hidden, self.defers_qk = None, x, module, qkv, buffer, hidden, defers_qk
 
     def _eager(self):
         return type(self.module).forward(self.module, self.x)
@@ -117,7 +117,7 @@ class SplitProjection(Pending):
         width = self.qkv.shape[-1]
         if list(sizes) != [width, self.buffer.shape[-1] - self.hidden]:
             return NotImplemented
-        return Columns(self.qkv, 0, width, False), MlpColumns(self)
+        return Columns(self.qkv, 0, width, False) if self.defers_qk else self.qkv, MlpColumns(self)
 
 
 class MlpColumns(Pending):
@@ -157,8 +157,8 @@ def gelu_of_up_forward(module, shared, x):
     return x.activated() if type(x) is UpProjection and x.fresh else NotImplemented
 
 
-def linear1_forward(hidden):
-    """The maker of a single block's `linear1`, whose first 3 * `hidden` rows are q, k and v."""
+def linear1_forward(qk_norm, hidden):
+    """The maker of a single block's `linear1`, whose first 3 * `hidden` rows are q, k and v and go to `qk_norm`."""
 
     @leaf(1)
     def forward(module, shared, x):
@@ -170,6 +170,6 @@ def linear1_forward(hidden):
             mlp = weight.shape[0] - 3 * hidden
             buffer = x.new_empty((x.shape[0], x.shape[1], hidden + mlp))
             linear_gelu(x, weight[3 * hidden :], bias[3 * hidden :], buffer[..., hidden:])
-        return SplitProjection(x, module, qkv, buffer, hidden)
+        return SplitProjection(x, module, qkv, buffer, hidden, qk_norm in shared.mounted)
 
     return forward

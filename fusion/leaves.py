@@ -7,6 +7,7 @@ that it may find itself on.
 from __future__ import annotations
 
 from threading import get_ident
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -15,6 +16,20 @@ from .standin import drop, is_touched, stand_in
 from .values import Chunk, Columns, Gelu, Head, Norm, NormedHead
 
 Tensor = torch.Tensor
+
+
+class Leaf(NamedTuple):
+    """A module whose forward can be stood in for, and `make(module, shared, active)` for that forward.
+
+    Code of another pack is never handed a pending value: a leaf is only mounted where the leaves that it `feeds` are, and where the modules `beside`
+    it, which those run or which run in their place, are untouched.
+    """
+
+    kind: str
+    module: torch.nn.Module
+    make: Callable
+    feeds: tuple = ()
+    beside: tuple = ()
 
 
 def leaf(arity: int):

@@ -16,7 +16,7 @@ from ..kernels import build
 from . import recognise, surroundings
 from .mounting import KINDS, current_plan, forget, mounted, plan_for
 from .report import Run
-from .shared import READ_BY_PATCHES, by_others
+from .shared import Q_AND_K, by_others
 from .sites import Plan
 from .standin import is_touched
 from .table import register_comfy_kitchen
@@ -183,10 +183,10 @@ def choices(diffusion_model, plan: Plan, transformer_options: dict, conditions: 
     patched, own_attention, read = by_others(transformer_options, conditions.get("attention_mask"))
     kinds = KINDS
     if read:
-        kinds = kinds - READ_BY_PATCHES
+        kinds = kinds - Q_AND_K
         run.note("q and k run as core runs them: a patch of another node reads or replaces them")
     if not recognise.is_own_rope(plan.attention()):
-        kinds = kinds - {"qk"}
+        kinds = kinds - Q_AND_K
         run.note("q and k run as core runs them: another pack has replaced the rotation (RoPE)")
     known_loop = "forward_orig" not in diffusion_model.__dict__ and recognise.loop_digest(type(diffusion_model)) in recognise.KNOWN_LOOPS
     # Inside this call others may still come in between the model and its blocks, or between a block and its Modulation.

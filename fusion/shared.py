@@ -12,7 +12,7 @@ from . import surroundings
 from .rope import AttentionLayouts
 
 CUDA = torch.device("cuda")
-READ_BY_PATCHES = frozenset(("qk", "projection", "single_projection"))  # what an attention patch sees
+Q_AND_K = frozenset(("qk", "projection", "single_projection"))  # kinds of leaves whose result goes on to attention, through core's rotation
 
 
 def by_others(options: dict, mask) -> tuple[bool, bool, bool]:
@@ -50,6 +50,7 @@ class Shared:
         self.layouts = AttentionLayouts(attention)
         self._calls, self._lock = [], threading.Lock()
         self.outdated = False  # a block was not what the plan was made for
+        self.mounted = frozenset()  # leaves of the block that runs now
         self._apply()
 
     def begin(self, call: Call) -> bool:
@@ -91,7 +92,7 @@ class Shared:
         if patched:  # for the rest of the call too: vec may be another from here on
             call.share_silu, self._silu = False, (None, None)
         self.token_major = call.token_major and not own_attention
-        return call.kinds - READ_BY_PATCHES if read else call.kinds
+        return call.kinds - Q_AND_K if read else call.kinds
 
     def silu(self, vec: torch.Tensor) -> torch.Tensor:
         """`silu(vec)` with the token axis core gives it; computed once a call where that is safe."""

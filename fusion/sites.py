@@ -14,15 +14,14 @@ import torch
 
 from .classes import is_cores_linear, is_known_leaf, is_own_class
 from .high import HighPlan
-from .leaves import gelu_forward, joined_projection_forward, modulation_forward, norm_forward, projection_forward, qk_norm_forward
-from .shared import Shared
+from .leaves import Leaf, gelu_forward, joined_projection_forward, modulation_forward, norm_forward, projection_forward, qk_norm_forward
+from .shared import Q_AND_K, Shared
 from .standin import drop, is_touched, mount, restore, stand_in
 from .watch import ON_CLASSES, Below, Watch, code_places
 
 Tensor = torch.Tensor
 PLAIN = frozenset((type(None), dict, list, tuple))
 IN_ORDER = frozenset(("modulation", "norm"))  # of no use, and handed on unrun, where core modulates token ranges of their own
-FROM_PROJECTION = frozenset(("qk", "projection", "single_projection"))  # would reach attention unrun, were there no rotation before it
 
 
 class Plan:
@@ -46,20 +45,18 @@ class Plan:
         for block in dict.fromkeys(doubles):  # a pack may run one block several times
             leaves = []
             for stream in ("img", "txt"):
+                attention = getattr(block, f"{stream}_attn")
                 self._add(leaves, "modulation", getattr(block, f"{stream}_mod"), modulation_forward)
                 self._add(leaves, "norm", getattr(block, f"{stream}_norm1"), norm_forward)
                 self._add(leaves, "norm", getattr(block, f"{stream}_norm2"), norm_forward)
-                attention = getattr(block, f"{stream}_attn")
-                self._add(leaves, "projection", attention.qkv, joined_projection_forward)
-                self._add(leaves, "qk", attention.norm, qk_norm_forward)
+                self._add_qk(leaves, attention.norm, "projection", attention.qkv, joined_projection_forward)
             self._unit(block, leaves + self.high.leaves[block])
         for block in dict.fromkeys(singles):
             leaves = []
             self._add(leaves, "modulation", block.modulation, modulation_forward)
             self._add(leaves, "norm", block.pre_norm, norm_forward)
-            self._add(leaves, "single_projection", block.linear1, projection_forward)
-            self._add(leaves, "qk", block.norm, qk_norm_forward)
             self._add(leaves, "gelu", block.mlp_act, gelu_forward)
+            self._add_qk(leaves, block.norm, "single_projection", block.linear1, projection_forward, feeds=(block.mlp_act,))
             self._unit(block, leaves + self.high.leaves[block])
         self.distinct_blocks = len(self.units)
         leaves = []
@@ -79,19 +76,29 @@ class Plan:
 
     def _unit(self, block, leaves, counts=True):
         active = [0]  # the thread that is in the block's own forward: outside it, a leaf forward that somebody kept is core's again
-        made = [(kind, module, make(module, self.shared, active)) for kind, module, make in leaves]
+        made = [(leaf, leaf.make(leaf.module, self.shared, active)) for leaf in leaves]
         self.units.append((block, block_forward(block, made, self.shared, active, self.code, counts)))
 
-    def _add(self, leaves, kind, module, make):
+    def _add_qk(self, leaves, norm, kind, projection, make, feeds=()):
+        """The norm of q and k, and the projection that it gets them from."""
+        beside = norms = norm.query_norm, norm.key_norm
+        if self._add(leaves, "qk", norm, qk_norm_forward, beside=norms):
+            feeds, beside = (norm, *feeds), ()
+        elif all(is_own_class(type(m)) and type(m).__module__.startswith(("comfy.", "torch.")) for m in (norm, *norms)):
+            beside = norm, *norms  # core's own, though not checked: it uses torch's functions on what it gets
+        else:
+            return
+        self._add(leaves, kind, projection, make, feeds, beside)
+
+    def _add(self, leaves, kind, module, make, feeds=(), beside=()) -> bool:
         stranger = type(module)
         if kind == "modulation":
             self.modulations += [module, module.lin]
         if kind in self._classes:
             known = stranger is self._classes[kind] and is_own_class(stranger)
-            if known and kind == "qk":
-                unknown = [type(n) for n in (module.query_norm, module.key_norm) if not is_known_leaf("RMSNorm", n)]
-                if unknown:
-                    known, stranger = False, unknown[0]
+            unknown = [type(n) for n in beside if not is_known_leaf("RMSNorm", n)]
+            if known and unknown:
+                known, stranger = False, unknown[0]
         elif kind == "norm":
             known = is_known_leaf("LayerNorm", module)
         elif kind == "gelu":
@@ -99,11 +106,12 @@ class Plan:
         else:
             known = stranger.__call__ is torch.nn.Module.__call__  # a projection's own forward runs, whatever it is
         if known:
-            leaves.append((kind, module, make))
+            leaves.append(Leaf(kind, module, make, feeds, beside))
         else:
             origin = "core's, but not one that was checked, and" if stranger.__module__.startswith("comfy.") else "of another pack and"
             note = f"a {stranger.__qualname__} is {origin} stays as it is"
             self.notes += [note] if note not in self.notes else []
+        return known
 
     @property
     def sites(self) -> dict[str, int]:
@@ -143,7 +151,7 @@ def block_forward(block, leaves, shared, active, code, counts):
             shared.call.note("a block ran as core runs it: another pack has changed it, or the code it runs, during the call")
             return None
         if pe_at is not None and type(args[pe_at] if len(args) > pe_at else kwargs.get("pe")) is not Tensor:
-            kinds = kinds - FROM_PROJECTION
+            kinds = kinds - Q_AND_K  # no rotation: they would reach attention unrun
         if ranges and any(kwargs.get(name) is not None for name in ranges):
             kinds = kinds - IN_ORDER
         return kinds
@@ -157,12 +165,17 @@ def block_forward(block, leaves, shared, active, code, counts):
         owned, outer = [], active[0]
         try:
             active[0] = get_ident()
-            for kind, module, leaf in leaves:
-                if kind in kinds:
-                    if is_touched(module):
-                        shared.call.note(f"a {type(module).__name__} has a forward or hooks of another pack and stays as it is")
-                    else:
-                        mount(module, leaf, owned)
+            put_on = set()
+            for leaf, stand_in_forward in leaves:
+                if leaf.kind not in kinds or (leaf.feeds and not put_on.issuperset(leaf.feeds)):
+                    continue
+                touched = next(filter(is_touched, (leaf.module, *leaf.beside)), None)
+                if touched is not None:
+                    shared.call.note(f"a {type(touched).__name__} has a forward or hooks of another pack and stays as it is")
+                else:
+                    mount(leaf.module, stand_in_forward, owned)
+                    put_on.add(leaf.module)
+            shared.mounted = put_on
             shared.call.entered += counts and bool(owned)
             return type(self).forward(self, *args, **kwargs)
         finally:

@@ -45,7 +45,7 @@ def normed(base, start=0):
 
 def split_projection():
     """Tier "high": a projection whose q, k, v and activated MLP part are computed apart. Anything but core's own use of it is the Linear."""
-    return SplitProjection(noise(BATCH, TOKENS, WIDTH), LINEAR, noise(BATCH, TOKENS, 3 * WIDTH, seed=7), noise(BATCH, TOKENS, WIDTH + 32, seed=8), WIDTH)
+    return SplitProjection(noise(BATCH, TOKENS, WIDTH), LINEAR, noise(BATCH, TOKENS, 3 * WIDTH, seed=7), noise(BATCH, TOKENS, WIDTH + 32, seed=8), WIDTH, True)
 
 
 # name -> (pending value, the tensor core has there); made anew for each test, since some tests write
