@@ -68,7 +68,7 @@ class Application:
 
     def tell(self, run: Run) -> None:
         try:
-            if run.outcome != "running":
+            if run.outcome != "running" and not (run.direct and run.steps > 1):  # of calls without the sampler, one line says enough
                 log.info("FLUX Fast Path: %s", run.to_dict()["text"])
             self.publish(run, self.options["nodes"])
         except Exception:  # the picture never depends on whether somebody could be told about it
@@ -113,7 +113,9 @@ class Application:
     def model_call(self, run: Run, executor, call: tuple, conditions: dict):
         """One call of the model, with the leaves mounted or as core runs it. `call`: APPLY_MODEL's positional arguments."""
         x, transformer_options = call[0], call[5]
-        options = transformer_options.get(KEY) or self.options  # another pack may have made options of its own
+        options = transformer_options.get(KEY)
+        if not isinstance(options, dict):
+            options = self.options  # another pack has made options of its own
         run.tier = options.get("tier", "lossless")
         run.count_call()
         try:
