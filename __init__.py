@@ -8,8 +8,9 @@ WEB_DIRECTORY = None
 
 # pytest imports this file from the repository root without a package around it; relative imports cannot work there.
 if __package__:
-    from .fusion import copies
+    from .fusion import ascii_log, copies
 
+    ascii_log.install()
     if not copies.another_is_active(__package__):
         from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
