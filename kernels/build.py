@@ -26,8 +26,16 @@ build_seconds: dict[tuple[int, torch.dtype], float] = {}
 
 
 def source() -> str:
-    folder = Path(__file__).parent / "cu"
-    return "\n".join((folder / f"{name}.cu").read_text(encoding="utf-8") for name in FILES)
+    """All device code in one. Raises KernelError that names the file which cannot be read."""
+    parts = []
+    for name in FILES:
+        path = Path(__file__).parent / "cu" / f"{name}.cu"
+        try:
+            parts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:  # unpacked by half, or taken away by a virus scanner
+            why = getattr(error, "strerror", None) or error
+            raise nvrtc.KernelError(f"{path} cannot be read ({why}); FLUX Fast Path has to be installed again") from error
+    return "\n".join(parts)
 
 
 def compile_for(arch: int, dtype: torch.dtype) -> bytes:
@@ -38,17 +46,21 @@ def compile_for(arch: int, dtype: torch.dtype) -> bytes:
 
 
 def module(device_index: int, dtype: torch.dtype) -> nvrtc.Module:
-    """The kernels for this device and dtype, built on first use. Raises KernelError, the same one each time, without building again."""
+    """The kernels for this device and dtype, built on first use. Raises KernelError, the same one each time, without building again.
+
+    Whatever a build fails with becomes that error: nothing else may be blamed for it, and nothing builds in vain at every call.
+    """
     key = (device_index, dtype)
     with _lock:
         if key not in _modules:
-            started = time.perf_counter()
+            started, gpu = time.perf_counter(), f"GPU {device_index}"
             try:
+                gpu = torch.cuda.get_device_name(device_index)
                 major, minor = torch.cuda.get_device_capability(device_index)
                 _modules[key] = nvrtc.Module(compile_for(10 * major + minor, dtype), device_index)
-            except nvrtc.KernelError as error:
-                _modules[key] = str(error)
-                log.warning("FLUX Fast Path: kernels for %s are unavailable: %s. Images are unaffected.", torch.cuda.get_device_name(device_index), _modules[key])
+            except Exception as error:
+                _modules[key] = str(error) if isinstance(error, nvrtc.KernelError) else f"building the kernels failed ({type(error).__name__}: {error})"
+                log.warning("FLUX Fast Path: kernels for %s are unavailable: %s. Images are unaffected.", gpu, _modules[key])
             build_seconds[key] = time.perf_counter() - started
         found = _modules[key]
     if isinstance(found, str):

@@ -54,7 +54,7 @@ def _check(status: int, what: str) -> None:
 
 
 def library() -> ctypes.CDLL:
-    return load_library("cublasLt", candidates("cublasLt", "cublas"), _SIGNATURES, "torch's cublasLt library was not found")
+    return load_library("cublasLt", candidates("cublasLt", "cublas"), _SIGNATURES, "torch's cublasLt library")
 
 
 def _handle(device_index: int) -> c_void_p:

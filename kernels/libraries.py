@@ -15,11 +15,12 @@ def candidates(name: str, wheel: str) -> list[str]:
     torch_dir = Path(torch.__file__).parent
     site, major = torch_dir.parent, (torch.version.cuda or "").split(".")[0]
     if os.name == "nt":
-        patterns = [torch_dir / "lib" / f"{name}64_*.dll", Path(sys.prefix) / "Library" / "bin" / f"{name}64_*.dll"]
+        folders, pattern = [torch_dir / "lib", Path(sys.prefix) / "Library" / "bin"], f"{name}64_*.dll"
         names = [f"{name}64_{major}.dll", f"{name}64_{major}0_0.dll"]
     else:
         folders = [site / "nvidia" / f"cu{major}" / "lib", site / "nvidia" / wheel / "lib", torch_dir / "lib", Path(sys.prefix) / "lib"]
-        patterns = [folder / f"lib{name}*.so*" for folder in folders]
+        pattern = f"lib{name}*.so*"
         names = [f"lib{name}.so.{major}", f"lib{name}.so"]  # already loaded, or known to the system's loader
-    found = [path for pattern in patterns for path in sorted(glob.glob(str(pattern)))]
-    return [path for path in found if "builtins" not in path and ".alt" not in path] + names
+    # A folder may be called "AI [portable]", or hold ".alt" in its own name.
+    found = [Path(path) for folder in folders for path in sorted(glob.glob(str(Path(glob.escape(str(folder))) / pattern)))]
+    return [str(path) for path in found if "builtins" not in path.name and ".alt" not in path.name] + names

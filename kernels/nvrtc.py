@@ -53,38 +53,51 @@ _lock = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}
 
 
-def declare(library: ctypes.CDLL, signatures: dict) -> ctypes.CDLL:
+def declare(library: ctypes.CDLL, signatures: dict) -> str | None:
+    """Gives every function its types; the name of the first that the library lacks, or None."""
     for name, argtypes in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            return name
         function.argtypes, function.restype = argtypes, c_int
-    return library
+    return None
 
 
-def load_library(kind: str, names: list[str], signatures: dict, missing: str) -> ctypes.CDLL:
-    """The first of `names` that loads and has every function of `signatures`; remembered under `kind`. Raises KernelError."""
+def load_library(kind: str, names: list[str], signatures: dict, what: str) -> ctypes.CDLL:
+    """The first of `names` that loads and has every function of `signatures`; remembered under `kind`.
+
+    Raises KernelError that begins with `what` and tells a library that is missing from one that is too old.
+    """
     with _lock:
         if kind not in _libraries:
-            errors = []
+            tried, lacking = [], None
             for name in names:
                 try:
-                    _libraries[kind] = declare(ctypes.CDLL(name), signatures)
+                    library = ctypes.CDLL(name)
+                except OSError as error:
+                    tried.append(f"{name}: {error}")
+                    continue
+                lacks = declare(library, signatures)
+                if lacks is None:
+                    _libraries[kind] = library
                     break
-                except (OSError, AttributeError) as error:
-                    errors.append(f"{name}: {error}")
+                lacking = lacking or lacks
+                tried.append(f"{name}: no {lacks}")
             else:
-                raise KernelError(f"{missing} ({'; '.join(errors) or 'nothing to try'})")
+                state = f"is too old: it has no {lacking}" if lacking else "was not found or cannot be loaded"
+                raise KernelError(f"{what} {state} ({'; '.join(tried) or 'nothing to try'})")
         return _libraries[kind]
 
 
 def nvrtc() -> ctypes.CDLL:
     """NVRTC, loaded on first use. Raises KernelError naming every place that was tried."""
-    return load_library("nvrtc", candidates("nvrtc", "cuda_nvrtc"), _NVRTC_SIGNATURES, "torch's run-time compiler (NVRTC) was not found")
+    return load_library("nvrtc", candidates("nvrtc", "cuda_nvrtc"), _NVRTC_SIGNATURES, "torch's run-time compiler (NVRTC)")
 
 
 def driver() -> ctypes.CDLL:
-    """The CUDA driver API. Raises KernelError when no NVIDIA driver is installed."""
+    """The CUDA driver API. Raises KernelError when no NVIDIA driver is installed, or an old one."""
     names = ["nvcuda.dll"] if os.name == "nt" else ["libcuda.so.1", "libcuda.so"]
-    return load_library("driver", names, _DRIVER_SIGNATURES, "no NVIDIA driver was found")
+    return load_library("driver", names, _DRIVER_SIGNATURES, "the NVIDIA driver")
 
 
 def _check(code: int, what: str) -> None:

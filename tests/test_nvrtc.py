@@ -1,5 +1,7 @@
 """NVRTC is found, compiles every kernel for every architecture we name, and says what is wrong when it cannot. No GPU is needed."""
 import ctypes.util
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -94,7 +96,7 @@ def test_the_source_asks_for_no_header():
 def test_a_missing_library_names_every_place_that_was_tried(monkeypatch):
     monkeypatch.setattr(nvrtc, "_libraries", {})
     monkeypatch.setattr(nvrtc, "candidates", lambda *names: ["/nowhere/libnvrtc.so.13", "libnvrtc-missing.so"])
-    with pytest.raises(KernelError, match=r"NVRTC.* was not found \(/nowhere/libnvrtc\.so\.13: .*; libnvrtc-missing\.so: ") as first:
+    with pytest.raises(KernelError, match=r"NVRTC.* was not found or cannot be loaded \(/nowhere/libnvrtc\.so\.13: .*; libnvrtc-missing\.so: ") as first:
         nvrtc.nvrtc()
     assert "\n" not in str(first.value)
     monkeypatch.setattr(nvrtc, "candidates", lambda *names: [])
@@ -105,14 +107,27 @@ def test_a_missing_library_names_every_place_that_was_tried(monkeypatch):
 def test_a_library_that_lacks_a_function_is_passed_over(monkeypatch):
     monkeypatch.setattr(nvrtc, "_libraries", {})
     monkeypatch.setattr(nvrtc, "candidates", lambda *names: [ctypes.util.find_library("c") or "libc.so.6"])
-    with pytest.raises(KernelError, match="nvrtcVersion"):
+    with pytest.raises(KernelError, match=r"run-time compiler \(NVRTC\) is too old: it has no nvrtcVersion \(libc"):
         nvrtc.nvrtc()
+
+
+def test_an_old_driver_is_not_called_a_missing_one(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_libraries", {})
+
+    def old(name):
+        if name in ("libcuda.so", "nvcuda.dll"):
+            return SimpleNamespace(**{known: SimpleNamespace() for known in nvrtc._DRIVER_SIGNATURES if known != "cuLaunchKernelEx"})
+        raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", old)
+    with pytest.raises(KernelError, match=r"^the NVIDIA driver is too old: it has no cuLaunchKernelEx \("):
+        nvrtc.driver()
 
 
 def test_a_missing_driver_is_an_error_and_not_a_crash(monkeypatch):
     monkeypatch.setattr(nvrtc, "_libraries", {})
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"{name}: cannot open shared object file")))
-    with pytest.raises(KernelError, match=r"no NVIDIA driver was found \(.*libcuda|nvcuda"):
+    with pytest.raises(KernelError, match=r"the NVIDIA driver was not found or cannot be loaded \(.*libcuda|nvcuda"):
         nvrtc.driver()
 
 
@@ -121,6 +136,18 @@ def test_places_are_named_for_each_system(monkeypatch, os_name, wanted):
     monkeypatch.setattr(libraries, "os", SimpleNamespace(name=os_name))
     places = libraries.candidates("nvrtc", "cuda_nvrtc")
     assert places and all(wanted.split(".")[0] in p for p in places) and not any("builtins" in p or ".alt." in p for p in places)
+
+
+@pytest.mark.parametrize("folder", ["plain", "joe.altman", "AI [portable]", "builtins", "ünï 中文"])
+def test_libraries_are_found_whatever_the_folders_are_called(monkeypatch, tmp_path, folder):
+    site = tmp_path / folder / "site-packages"
+    (site / "torch" / "lib").mkdir(parents=True)
+    wanted = site / "torch" / "lib" / "libnvrtc.so.13"
+    for name in (wanted, wanted.with_name("libnvrtc-builtins.so.13.0"), wanted.with_name("libnvrtc.alt.so.13")):
+        name.touch()
+    monkeypatch.setattr(libraries, "os", SimpleNamespace(name="posix"))
+    monkeypatch.setattr(torch, "__file__", str(site / "torch" / "__init__.py"))
+    assert [path for path in libraries.candidates("nvrtc", "cuda_nvrtc") if path.startswith(str(tmp_path))] == [str(wanted)]
 
 
 def test_reasons_name_what_is_missing():
@@ -135,13 +162,38 @@ def test_rocm_is_told_so(monkeypatch):
     assert "ROCm" in build.unavailable(torch.device("cuda", 0), torch.bfloat16)
 
 
-def test_a_failed_build_is_remembered_and_not_tried_again(monkeypatch, caplog):
-    tries = []
+@pytest.fixture
+def hopper(monkeypatch):
     monkeypatch.setattr(build, "_modules", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "GPU")
-    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: tries.append(a) or (_ for _ in ()).throw(KernelError("no compiler today\nsecond line")))
     monkeypatch.setattr(nvrtc, "supported_archs", lambda: [75, 80, 90])
+
+
+def test_device_code_that_cannot_be_read_is_named_once_and_nothing_else_is_blamed(hopper, monkeypatch, caplog, tmp_path):
+    folder = tmp_path / "cu"
+    shutil.copytree(Path(build.__file__).parent / "cu", folder)
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "build.py"))
+    (folder / "residual_gate.cu").unlink()
+    for _ in range(3):
+        why = build.unavailable(torch.device("cuda", 0), torch.bfloat16)
+        assert str(folder / "residual_gate.cu") in why and "No such file" in why
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    (folder / "residual_gate.cu").write_bytes(b"\xff\xfe")
+    with pytest.raises(KernelError, match=r"residual_gate\.cu cannot be read .*utf-8"):
+        build.source()
+
+
+def test_whatever_a_build_fails_with_is_one_remembered_error(hopper, monkeypatch, caplog):
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: (_ for _ in ()).throw(ZeroDivisionError("of all things")))
+    for _ in range(3):
+        assert build.unavailable(torch.device("cuda", 0), torch.bfloat16) == "building the kernels failed (ZeroDivisionError: of all things)"
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def test_a_failed_build_is_remembered_and_not_tried_again(hopper, monkeypatch, caplog):
+    tries = []
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: tries.append(a) or (_ for _ in ()).throw(KernelError("no compiler today\nsecond line")))
     for _ in range(3):
         assert build.unavailable(torch.device("cuda", 0), torch.bfloat16) == "no compiler today"
     assert len(tries) == 1 and [r.levelname for r in caplog.records] == ["WARNING"] and "Images are unaffected" in caplog.text
