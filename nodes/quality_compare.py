@@ -8,6 +8,8 @@ from . import status
 from .compare_picture import draw
 from .latent_compare import same_bits
 
+AMPLIFY, LEAST, MOST = 10.0, 1.0, 1000.0  # how much brighter a difference is drawn: default and limits
+
 
 class FluxQualityCompare:
     DESCRIPTION = (
@@ -36,9 +38,9 @@ class FluxQualityCompare:
                 "amplify": (
                     "FLOAT",
                     {
-                        "default": 10.0,
-                        "min": 1.0,
-                        "max": 1000.0,
+                        "default": AMPLIFY,
+                        "min": LEAST,
+                        "max": MOST,
                         "step": 1.0,
                         "tooltip": "How much brighter differences are drawn. It changes the comparison picture only, never the numbers.",
                     },
@@ -47,7 +49,7 @@ class FluxQualityCompare:
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
-    def compare(self, image_a, image_b, amplify=10.0, unique_id=None):
+    def compare(self, image_a, image_b, amplify=AMPLIFY, unique_id=None):
         a, b = _same_size(image_a.detach().cpu(), image_b.detach().cpu())
         if a.dtype != b.dtype:
             a, b = a.float(), b.float()
@@ -55,9 +57,19 @@ class FluxQualityCompare:
         psnrs = [math.inf if same else psnr(x, y) for same, x, y in zip(equal, a, b)]
         ssims = [1.0 if same else ssim(x, y) for same, x, y in zip(equal, a, b)]
         summary = _words(a, b, equal, psnrs, ssims)
+        amplify = _amplification(amplify)
         picture = torch.stack([draw(x, y, amplify) for x, y in zip(a.float(), b.float())])
         status.show_text(unique_id, summary)
         return {"ui": {"text": [summary]}, "result": (all(equal), _mean_psnr(psnrs), sum(ssims) / len(ssims), picture)}
+
+
+def _amplification(value):
+    """A link brings any number, past the widget's limits: NaN draws as the default does, others as the nearest limit."""
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        return AMPLIFY
+    return AMPLIFY if math.isnan(value) else min(max(value, LEAST), MOST)
 
 
 def psnr(a, b):

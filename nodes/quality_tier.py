@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..fusion import session
 from . import status
 from .fast_path import publish, stood_aside
+
+log = logging.getLogger("flux_fast_path")
+
+QUALITIES = ["lossless", "high"]
+TEXTS = {"lossless": "lossless: bit-identical.", "high": "high: mounts while sampling."}
 
 
 class FluxQualityTier:
@@ -26,7 +33,7 @@ class FluxQualityTier:
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "A FLUX.1 model. Other models pass through unchanged."}),
-                "quality": (["lossless", "high"], {"default": "lossless", "tooltip": "lossless changes nothing in the image. high trades exact bits for speed."}),
+                "quality": (QUALITIES, {"default": "lossless", "tooltip": "lossless changes nothing in the image. high trades exact bits for speed."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -34,5 +41,10 @@ class FluxQualityTier:
     def apply(self, model, quality="lossless", unique_id=None):
         if stood_aside("FLUX Quality Tier", model, unique_id):
             return (model,)
-        status.show_text(unique_id, "lossless: bit-identical." if quality == "lossless" else "high: mounts while sampling.")
+        if quality not in QUALITIES:  # a link brings what the widget does not offer
+            log.warning("FLUX Quality Tier: unknown quality %r; it knows lossless and high. The tier is lossless.", quality)
+            status.show_text(unique_id, f"Unknown quality {quality!r}: lossless, bit-identical.")
+            quality = "lossless"
+        else:
+            status.show_text(unique_id, TEXTS[quality])
         return (session.apply(model, publish, unique_id, tier=quality),)

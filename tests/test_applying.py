@@ -7,6 +7,7 @@ from comfy_harness import assert_bits_equal
 from flux_fast_path.bench.reference_patcher import APPLY_MODEL, OUTER_SAMPLE
 from flux_fast_path.fusion import report, session
 from flux_fast_path.kernels import proof
+from flux_fast_path.nodes import status
 from flux_fast_path.nodes.fast_path import FluxFastPath
 from flux_fast_path.nodes.quality_tier import FluxQualityTier
 from fusion_scene import assert_same, ours, report_of, run
@@ -141,3 +142,12 @@ def test_only_what_this_run_wanted_is_said_to_be_off(monkeypatch):
     assert mine.to_dict()["disabled"] == [], "it wanted no gates"
     mine.sites = {"residual_gate": 11}
     assert [d["signature"] for d in mine.to_dict()["disabled"]] == ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("quality", ["ultra", None, ["high"], "High"], ids=str)
+def test_a_quality_that_a_link_brings_and_nobody_knows_is_lossless_and_said_to_be(patcher, monkeypatch, caplog, quality):
+    texts = []
+    monkeypatch.setattr(status, "show_text", lambda node, text: texts.append(text))
+    tier = FluxQualityTier().apply(patcher, quality, unique_id="8")[0]
+    assert tier.model_options["transformer_options"]["flux_fast_path"]["tier"] == "lossless"
+    assert texts == [f"Unknown quality {quality!r}: lossless, bit-identical."] and "unknown quality" in caplog.text

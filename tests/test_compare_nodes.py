@@ -118,6 +118,7 @@ def test_batches_of_different_size_are_refused_with_both_numbers_named(images):
         compare_images(images, torch.cat([images, images[:1]]))
 
 
+@pytest.mark.filterwarnings("error")
 def test_an_image_with_nan_is_called_broken_and_does_not_raise(images):
     broken = images.clone()
     broken[0, 3, 4, 1] = math.nan
@@ -161,6 +162,14 @@ def test_amplify_changes_the_picture_and_never_the_numbers(images):
     other = noisy(images)
     little, much = compare_images(images, other, 1.0), compare_images(images, other, 100.0)
     assert little[:3] == much[:3] and not torch.equal(little[3], much[3])
+
+
+@pytest.mark.parametrize("given, drawn", [(0, 1.0), (-5.0, 1.0), (math.nan, 10.0), (math.inf, 1000.0), (1e9, 1000.0), (None, 10.0), (7, 7.0)], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_an_amplify_that_a_link_brings_past_the_widget_is_brought_into_its_limits(images, given, drawn):
+    other = noisy(images)
+    answer, expected = compare_images(images, other, given), compare_images(images, other, drawn)
+    assert answer[:3] == expected[:3] and torch.equal(answer[3], expected[3])
 
 
 def test_a_missing_kornia_is_named_with_what_to_do(images, monkeypatch):
