@@ -1,10 +1,12 @@
 """Shows what FLUX Fast Path did in the run that made a latent, in words and as data."""
 
+import json
+
 from . import status
 from .report_text import describe
 
 NOTHING = (
-    "No run recorded: nothing was sampled with FLUX Fast Path since ComfyUI started, or the picture came from ComfyUI's cache. "
+    "No run recorded: nothing was sampled with FLUX Fast Path this time, or the picture came from ComfyUI's cache. "
     "Put the node FLUX Fast Path between the model loader and the sampler, and change the seed to sample again."
 )
 PLAIN = "This model has no FLUX Fast Path on it: the node is off, bypassed or in another branch. ComfyUI drew the image in its usual way."
@@ -32,7 +34,7 @@ class FluxFastPathReport:
             "optional": {
                 "model": (
                     "MODEL",
-                    {"tooltip": "The model that the sampler used: its own run is reported. Not connected: the newest run of all."},
+                    {"tooltip": "The model that the sampler used: its own run is reported. Not connected: the newest run of this prompt."},
                 ),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
@@ -40,16 +42,23 @@ class FluxFastPathReport:
 
     def report(self, latent, model=None, unique_id=None):
         reports = status.latest_reports()
-        if model is not None:
+        if model is None:
+            prompt = status.current_prompt()
+            reports = [r for r in reports if prompt is None or r.get("prompt") == prompt]
+        else:
             token = _token(model)
             # The model's own run, else one that another of our nodes made from it.
             reports = [r for r in reports if token and r.get("token") == token] or [r for r in reports if token and token in (r.get("lineage") or ())]
         found = reports[0] if reports else None
         text = describe(found) if found else PLAIN if model is not None and token is None else NOTHING
         status.show_text(unique_id, text)
-        return {"ui": {"flux_fast_path_report": [found] if found else [], "text": [text]}, "result": (latent, text)}
+        # As text: ComfyUI counts every dictionary in such a list as a file that the prompt has made.
+        data = [json.dumps(found, allow_nan=False)] if found else []
+        return {"ui": {"flux_fast_path_report": data, "text": [text]}, "result": (latent, text)}
 
 
 def _token(model):
-    options = getattr(model, "model_options", None) or {}
-    return status.plain((options.get("transformer_options") or {}).get("flux_fast_path") or {}).get("token")
+    found = getattr(model, "model_options", None)
+    for key in ("transformer_options", "flux_fast_path", "token"):
+        found = found.get(key) if isinstance(found, dict) else None  # another pack may keep anything there
+    return status.plain(found)

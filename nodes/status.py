@@ -6,6 +6,7 @@ browser, or a server that fails: a picture never depends on it.
 
 import logging
 import math
+import re
 import sys
 import threading
 import weakref
@@ -16,6 +17,8 @@ log = logging.getLogger("flux_fast_path")
 EVENT = "flux_fast_path.report"
 ROUTE = "/flux_fast_path/reports"
 KEEP = 20
+# What Markdown or HTML would take for markup, wherever it stands in a line.
+_MARKUP = re.compile(r"[&<>_*`~\\\[\]|]")
 
 _reports = deque(maxlen=KEEP)
 # Written by the thread that samples, read by the thread that answers HTTP.
@@ -24,20 +27,36 @@ _routed = weakref.WeakSet()
 
 
 def show_text(node_id, text):
-    """Shows `text` on the node, in both renderers, with no JavaScript of ours."""
+    """Shows `text` on the node, in both renderers, with no JavaScript of ours; only where the prompt came from."""
     instance = _server_instance()
     if instance is None or node_id is None:
         return
     try:
-        # Nodes 2.0 reads Markdown, where a line ends with two spaces; the classic renderer does not show them.
-        instance.send_progress_text(str(text).replace("\n", "  \n"), str(node_id))
+        # Without a receiver it would go to every browser, onto whatever nodes have the same ids there.
+        client = getattr(instance, "client_id", None)
+        if client is not None:
+            instance.send_progress_text(as_shown(text), str(node_id), sid=client)
     except Exception as error:
         log.debug("could not show text on node %s: %s", node_id, error)
 
 
+def as_shown(text):
+    """`text` for both renderers: Nodes 2.0 reads Markdown with HTML in it, the classic one HTML. web/node_texts.js has the same."""
+    # Entities are the one form that both show as the character; a backslash would stay visible in the classic one.
+    escaped = _MARKUP.sub(lambda found: f"&#{ord(found.group())};", str(text))
+    # A line of Markdown ends with two spaces.
+    return escaped.replace("\n", "  \n")
+
+
 def publish_report(report):
-    """Keeps a copy of `report` and sends it to every open browser. A later report of the same run replaces the earlier."""
+    """Keeps a copy of `report` and sends it to every open browser. A later report of the same run replaces the earlier.
+
+    The copy's `prompt` is the prompt that is being executed, where that is known.
+    """
     copy = plain(report)
+    prompt = current_prompt()
+    if prompt is not None:
+        copy["prompt"] = prompt
     with _lock:
         for index, kept in enumerate(_reports):
             if _same_run(kept, copy):
@@ -51,6 +70,18 @@ def publish_report(report):
         instance.send_sync(EVENT, copy)
     except Exception as error:
         log.debug("could not send the report: %s", error)
+
+
+def current_prompt():
+    """The id of the prompt that is being executed, or None where nobody knows."""
+    try:
+        context = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", lambda: None)()
+        # A thread that somebody started to sample in has no context.
+        prompt = getattr(context, "prompt_id", None) or getattr(_server_instance(), "last_prompt_id", None)
+        return None if prompt is None else str(prompt)
+    except Exception as error:
+        log.debug("could not ask for the prompt: %s", error)
+        return None
 
 
 def latest_reports():

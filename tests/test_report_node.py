@@ -37,7 +37,8 @@ def test_the_newest_report_is_shown_and_handed_to_api_users_whole():
     status.publish_report(ASIDE)
     status.publish_report(FUSED)
     answer = run_node()
-    assert answer["ui"]["flux_fast_path_report"] == [FUSED]
+    (data,) = answer["ui"]["flux_fast_path_report"]
+    assert isinstance(data, str) and json.loads(data) == FUSED, "ComfyUI counts a dictionary as one more picture"
     assert answer["ui"]["text"] == [answer["result"][1]]
     json.dumps(answer["ui"], allow_nan=False)
 
@@ -45,14 +46,29 @@ def test_the_newest_report_is_shown_and_handed_to_api_users_whole():
 def test_a_wired_model_picks_its_own_run():
     status.publish_report({**FUSED, "run": 1, "token": "mine"})
     status.publish_report({**FUSED, "run": 2, "token": "other"})
-    assert run_node(model=model("mine"))["ui"]["flux_fast_path_report"][0]["run"] == 1
+    assert json.loads(run_node(model=model("mine"))["ui"]["flux_fast_path_report"][0])["run"] == 1
+
+
+def test_without_a_wired_model_only_a_run_of_this_prompt_is_shown(monkeypatch):
+    for prompt in ("earlier", "this one"):
+        monkeypatch.setattr(status, "current_prompt", lambda prompt=prompt: prompt)
+        status.publish_report({**FUSED, "run": len(prompt), "token": "mine"})
+    assert json.loads(run_node()["ui"]["flux_fast_path_report"][0])["prompt"] == "this one"
+    monkeypatch.setattr(status, "current_prompt", lambda: "one without our nodes")
+    answer = run_node()
+    assert answer["ui"]["flux_fast_path_report"] == [] and answer["result"][1].startswith("No run recorded")
+    assert json.loads(run_node(model=model("mine"))["ui"]["flux_fast_path_report"][0])["prompt"] == "this one", "its picture may come from the cache"
+    monkeypatch.setattr(status, "current_prompt", lambda: None)
+    assert json.loads(run_node()["ui"]["flux_fast_path_report"][0])["prompt"] == "this one", "where no prompt is known: the newest"
 
 
 @pytest.mark.parametrize("wired, words", [
     (model("unknown"), "No run recorded"),
     (model(None), "This model has no FLUX Fast Path on it"),
     (types.SimpleNamespace(), "This model has no FLUX Fast Path on it"),
-], ids=["not sampled yet", "unpatched", "no options"])
+    (types.SimpleNamespace(model_options={"transformer_options": None}), "This model has no FLUX Fast Path on it"),
+    (types.SimpleNamespace(model_options={"transformer_options": {"flux_fast_path": "another's"}}), "This model has no FLUX Fast Path on it"),
+], ids=["not sampled yet", "unpatched", "no options", "empty options", "no dictionary"])
 def test_another_models_run_is_never_shown_for_a_wired_one(wired, words):
     """Switched off, bypassed, or on another branch: the newest run has nothing to do with this picture."""
     status.publish_report({**FUSED, "token": None})

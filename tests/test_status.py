@@ -1,5 +1,6 @@
 """Status reaches people when there is a server, and never gets in the way when there is none."""
 
+import html
 import json
 import math
 import subprocess
@@ -17,10 +18,11 @@ class Server:
 
     def __init__(self):
         self.texts, self.events, self.handlers = [], [], {}
-        self.routes = self
+        self.routes, self.client_id, self.receivers = self, "tab", []
 
-    def send_progress_text(self, text, node_id):
+    def send_progress_text(self, text, node_id, sid=None):  # the signature of core 0.3.64, 0.20.1 and 0.29.0
         self.texts.append((text, node_id))
+        self.receivers.append(sid)
 
     def send_sync(self, event, data):
         self.events.append((event, data))
@@ -68,6 +70,25 @@ def test_text_goes_to_the_node_that_asked(monkeypatch):
     status.show_text(12, "57/57 blocks")
     status.show_text(None, "nobody")
     assert server.texts == [("57/57 blocks", "12")]
+
+
+def test_text_goes_to_the_browser_that_queued_the_prompt_and_to_no_other(monkeypatch):
+    server = running(monkeypatch, Server())
+    status.show_text(12, "57/57 blocks")
+    assert server.receivers == ["tab"]
+    server.client_id = None  # queued by a program: nobody is looking, and None would mean everybody
+    status.show_text(12, "57/57 blocks")
+    assert server.receivers == ["tab"]
+
+
+def test_text_that_looks_like_markup_is_escaped_as_both_renderers_read_it(monkeypatch):
+    server = running(monkeypatch, Server())
+    status.show_text(12, "f.<locals>.__init__ at C:\\_x & `y` | [a](b) ~~z~~ · 114 gates: −27.1 ms/step (2×)")
+    ((shown, _),) = server.texts
+    assert html.unescape(shown) == "f.<locals>.__init__ at C:\\_x & `y` | [a](b) ~~z~~ · 114 gates: −27.1 ms/step (2×)"
+    assert not set(shown) & set("<>_`\\[]~|") and "&lt" not in shown.replace("&#", "")
+    status.show_text(12, "57/57 blocks · 114 gates · proven on NVIDIA H200 · −27.1 ms/step")
+    assert server.texts[1][0] == "57/57 blocks · 114 gates · proven on NVIDIA H200 · −27.1 ms/step"
 
 
 def test_lines_stay_lines_in_the_renderer_that_reads_markdown(monkeypatch):
@@ -119,6 +140,29 @@ def test_the_route_is_added_once_and_answers_with_version_and_reports(monkeypatc
     answer = json.loads(answered.value.value.body)
     assert answer["schema"] == 1 and answer["reports"] == [{"run": 4}]
     assert answer["version"].count(".") == 2
+
+
+def executing(monkeypatch, prompt):
+    module = types.ModuleType("comfy_execution.utils")
+    module.get_executing_context = lambda: prompt and types.SimpleNamespace(prompt_id=prompt, node_id="3", list_index=0)
+    monkeypatch.setitem(sys.modules, "comfy_execution.utils", module)
+
+
+def test_a_report_names_the_prompt_that_it_belongs_to(monkeypatch):
+    server = running(monkeypatch, Server())
+    executing(monkeypatch, "first")
+    status.publish_report({"run": 1})
+    assert status.latest_reports() == [{"run": 1, "prompt": "first"}] == [server.events[0][1]]
+
+
+def test_in_a_thread_without_a_context_the_servers_prompt_counts(monkeypatch):
+    running(monkeypatch, Server()).last_prompt_id = "second"
+    executing(monkeypatch, None)
+    assert status.current_prompt() == "second"
+    monkeypatch.setitem(sys.modules, "comfy_execution.utils", None)
+    assert status.current_prompt() == "second"
+    running(monkeypatch, BrokenServer())
+    assert status.current_prompt() is None
 
 
 def test_importing_status_does_not_import_comfyuis_server():

@@ -19,10 +19,10 @@ class Server:
     """What core's PromptServer shows to packs."""
 
     def __init__(self, error=None):
-        self.texts, self.events, self.error = [], [], error
+        self.texts, self.events, self.error, self.client_id = [], [], error, "tab"
         self.routes = types.SimpleNamespace(get=lambda path: lambda handler: self.texts.append(("route", path)))
 
-    def send_progress_text(self, text, node_id):
+    def send_progress_text(self, text, node_id, sid):
         if self.error:
             raise self.error("no client is connected")
         self.texts.append((node_id, text))
