@@ -24,6 +24,11 @@ def example(name):
     return json.loads((comfy_server.PACK / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def reports_in(outcome):
+    """What an API user finds in the history of a prompt."""
+    return [json.loads(text) for output in outcome["outputs"].values() for text in output.get("flux_fast_path_report", [])]
+
+
 def unknown_types(front):
     return front.page.evaluate("() => app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)")
 
@@ -82,7 +87,7 @@ def test_the_tiny_workflow_runs_and_node_text_and_panel_tell_of_it(front, render
     front.load_api("flux_fast_path")
     outcome = front.run()
     assert outcome["status"]["status_str"] == "success"
-    report = next(output["flux_fast_path_report"] for output in outcome["outputs"].values() if "flux_fast_path_report" in output)[0]
+    (report,) = reports_in(outcome)
     assert report["state"] == "stepped_aside"
     text = front.wait_for_text("FluxFastPathReport", "The image is unaffected")
     assert report["reason"] in text
@@ -113,8 +118,7 @@ def test_the_compare_nodes_show_their_result(front):
     assert "Identical: every bit" in front.wait_for_text("FluxQualityCompare", "1 image, 64 × 64")
     assert "Bit-identical" in front.wait_for_text("FluxLatentCompare", "1 × 16 × 8 × 8")
     front.wait_for_text("FluxFastPathReport", "· high")
-    reports = [report for output in outcome["outputs"].values() for report in output.get("flux_fast_path_report", [])]
-    assert [report["tier"] for report in reports] == ["high"], "the report is that of the wired branch"
+    assert [report["tier"] for report in reports_in(outcome)] == ["high"], "the report is that of the wired branch"
     front.enlarge("PreviewImage", 500, 300)
     front.fit()
     front.screenshot("quality-compare")
@@ -193,6 +197,6 @@ def test_a_subgraph_that_holds_our_nodes_runs(front, renderer):
     front.page.wait_for_function("() => !app.graph.nodes.some(n => n.type === 'FluxFastPath')")
     outcome = front.run()
     assert outcome["status"]["status_str"] == "success"
-    assert any("flux_fast_path_report" in output for output in outcome["outputs"].values())
+    assert reports_in(outcome)
     front.fit()
     front.screenshot(f"subgraph-{renderer}")
