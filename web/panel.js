@@ -26,18 +26,29 @@ export function createPanel({ texts, refresh }) {
     const { say } = texts()
     const button = element('button', 'ffp-refresh', say('refresh'))
     button.type = 'button'
+    button.dataset.ffp = 'refresh'
     button.addEventListener('click', refresh)
     const title = element('span', 'ffp-title', say('title'))
     const version = state.version ? element('span', 'ffp-faint', ` ${state.version}`) : null
     const body = state.reports.length
-      ? state.reports.map(run)
-      : [element('p', 'ffp-empty', say(state.failed ? 'unavailable' : 'empty'))]
+      ? [state.failed ? notice('stale') : null, ...state.reports.map(run)]
+      : [notice(state.failed ? 'unavailable' : 'empty')]
+    const focused = container.contains(document.activeElement) ? document.activeElement.dataset.ffp : undefined
     container.replaceChildren(element('div', 'ffp', element('header', '', title, version, button), ...body))
+    // Whoever works with the keyboard stays where they were.
+    if (focused) [...container.querySelectorAll('[data-ffp]')].find((e) => e.dataset.ffp === focused)?.focus({ preventScroll: true })
+  }
+
+  function notice(key) {
+    const made = element('p', 'ffp-empty', texts().say(key))
+    made.setAttribute('role', 'status')
+    return made
   }
 
   function run(report, index) {
     const { say } = texts()
     const head = summary(report)
+    head.dataset.ffp = keyOf(report)
     const details = element('details', 'ffp-run', head, ...content(report))
     details.open = chosen.get(keyOf(report)) ?? index === 0
     // Not "toggle": that event also follows the line above.
@@ -53,7 +64,9 @@ export function createPanel({ texts, refresh }) {
     const pill = element('span', `ffp-pill ${ended === 'error' || !report.fused ? 'ffp-off' : 'ffp-on'}`, name)
     const heading = [`${say('run')} ${report.run}`, tier(report)]
     if (report.saved !== null && report.fused) heading.push(say('perCall', { time: change(report.saved) }))
-    return element('summary', '', `${heading.join(' · ')} `, pill)
+    const last = heading.pop()
+    // The pill never stands in a line of its own.
+    return element('summary', '', heading.map((part) => `${part} · `).join(''), element('span', 'ffp-together', `${last} `, pill))
   }
 
   function content(report) {

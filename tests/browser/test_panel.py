@@ -99,6 +99,48 @@ def test_markup_in_a_report_is_shown_as_text(front):
     assert front.page.locator(".ffp img").count() == 0
 
 
+def test_a_keyboard_stays_where_it_was_when_a_report_comes(front):
+    front.send_report({**FUSED, "run": 2001})
+    panel = front.panel()
+    panel.locator("summary", has_text="Run 2001 ").focus()
+    focused = "() => document.activeElement.innerText"
+    for run in (2002, 2003):
+        front.send_report({**FUSED, "run": run})
+        assert front.page.evaluate(focused).startswith("Run 2001 ")
+    panel.get_by_role("button", name="Refresh").focus()
+    front.send_report({**FUSED, "run": 2004})
+    assert front.page.evaluate(focused) == "Refresh"
+
+
+def test_refresh_says_that_the_server_did_not_answer_while_runs_are_listed(front):
+    front.send_report(FUSED)
+    panel = front.panel()
+    front.page.route("**/flux_fast_path/reports", lambda route: route.abort())
+    panel.get_by_role("button", name="Refresh").click()
+    panel.get_by_text("The server did not answer: the runs below are those known before.").wait_for()
+    assert "Run 1003" in panel.inner_text()
+    front.page.unroute("**/flux_fast_path/reports")
+    panel.get_by_role("button", name="Refresh").click()
+    panel.get_by_text("The server did not answer").wait_for(state="detached")
+
+
+def test_the_pill_never_stands_alone_and_bars_are_light_in_a_light_theme(front):
+    front.page.evaluate("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'light')")
+    try:
+        front.send_report(FUSED)
+        panel = front.panel()
+        head = panel.locator("summary", has_text="Run 1003")
+        for width in (400, 300, 240):
+            panel.evaluate("(panel, width) => { panel.style.width = `${width}px` }", width)
+            time, pill = head.get_by_text("−15.0 ms per call").bounding_box(), head.locator(".ffp-pill").bounding_box()
+            assert pill["x"] > time["x"] and time["y"] <= pill["y"] + pill["height"] / 2 <= time["y"] + time["height"]
+        panel.evaluate("panel => { panel.style.width = '' }")
+        assert panel.locator(".ffp-track").first.evaluate("track => getComputedStyle(track).backgroundColor") == "rgba(128, 128, 128, 0.25)"
+        front.screenshot("panel-light")
+    finally:
+        front.page.evaluate("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
+
+
 def details(front, report):
     """What the panel says of a run, opened."""
     front.send_report(report)
