@@ -41,7 +41,7 @@ def show_text(node_id, text):
 
 
 def as_shown(text):
-    """`text` for both renderers: Nodes 2.0 reads Markdown with HTML in it, the classic one HTML. web/node_texts.js has the same."""
+    """`text` for both renderers: Nodes 2.0 reads Markdown with HTML in it, the classic one HTML. web/nodes.js has the same."""
     # Entities are the one form that both show as the character; a backslash would stay visible in the classic one.
     escaped = _MARKUP.sub(lambda found: f"&#{ord(found.group())};", str(text))
     # A line of Markdown ends with two spaces.

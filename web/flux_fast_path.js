@@ -1,6 +1,7 @@
-// Shows the reports of FLUX Fast Path in a sidebar tab. Everything here is optional: nodes and pictures work without it.
+// Shows the reports of FLUX Fast Path in a sidebar tab, and keeps our nodes readable. Everything here is optional: nodes and pictures work without it.
 import { api } from '../../scripts/api.js'
 import { app } from '../../scripts/app.js'
+import { createNodes } from './nodes.js'
 import { createPanel } from './panel.js'
 import { readAnswer, readReport, withReport } from './reports.js'
 import { textsFor } from './texts.js'
@@ -33,6 +34,7 @@ function attempt(what, action) {
 const setting = (id) => attempt(id, () => app.extensionManager?.setting?.get?.(id) ?? app.ui?.settings?.getSettingValue?.(id))
 const texts = () => textsFor(setting('Comfy.Locale') ?? navigator.language)
 const panel = createPanel({ texts, refresh })
+const nodes = createNodes({ app, api, attempt })
 
 async function refresh() {
   arrived = []
@@ -131,10 +133,12 @@ attempt('the extension', () =>
         function: () => attempt('the panel', () => app.extensionManager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`))
       }
     ],
+    nodeCreated: (node) => attempt('the node', () => nodes.created(node)),
     setup() {
       attempt('the style sheet', addStyle)
       attempt('the sidebar', addTab)
       attempt('report events', () => api.addEventListener('flux_fast_path.report', onReport))
+      attempt('the text of nodes', () => nodes.listen())
       attempt('reconnecting', () => api.addEventListener('reconnected', refresh))
       refresh()
     }
