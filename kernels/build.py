@@ -75,7 +75,7 @@ def spin(device_index: int, dtype: torch.dtype):
 
 def is_settled(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether asking `unavailable` takes no time: nothing is left to build."""
-    return device.type != "cuda" or dtype not in DEFINES or (device.index or 0, dtype) in _modules
+    return device.type != "cuda" or bool(torch.version.hip) or dtype not in DEFINES or (device.index or 0, dtype) in _modules
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -46,6 +46,19 @@ def test_the_report_has_the_keys_that_its_docstring_promises(fused, patcher):
     assert set(report_of(waiting)) == promised and report_of(waiting)["outcome"] == "error"
 
 
+def test_a_build_is_announced_once_and_only_where_one_begins(fused, patcher, monkeypatch):
+    settled, said = [], []
+    monkeypatch.setattr(session.build, "is_settled", lambda device, dtype: bool(settled))
+    monkeypatch.setattr(session, "why_not_device", lambda device, dtype: settled.append(True))
+    monkeypatch.setattr(status, "show_text", lambda node, text: said.append(text))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(session.recognise, "why_not_code", lambda model: "core version not recognised")
+        run(ours(patcher), steps=3)
+    assert not settled and not any("Building" in text for text in said)
+    run(ours(patcher), steps=3)
+    assert settled and sum("Building" in text for text in said) == 1
+
+
 def test_a_run_over_several_gpus_counts_all_of_them(fused, patcher, monkeypatch):
     """Core can give the two halves of a CFG step to two GPUs, a thread each; one run then has launches on both."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Test GPU" if device.index < 2 else "Other GPU")
