@@ -25,7 +25,8 @@ def console(monkeypatch):
     handler = logging.StreamHandler(stream)
     handler.handleError = lambda record: pytest.fail(f"logging failed on {record.getMessage()!r}")
     LOG.addHandler(handler)
-    level, LOG.level = LOG.level, logging.DEBUG
+    level = LOG.level
+    LOG.setLevel(logging.DEBUG)
     yield lambda: stream.buffer.getvalue().decode("ascii")
     LOG.removeHandler(handler)
     LOG.setLevel(level)
