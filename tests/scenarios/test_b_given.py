@@ -140,14 +140,17 @@ def test_a_linear_with_a_call_of_its_own_is_called(scene):
 
 def test_a_layer_norm_that_was_given_a_weight_uses_it(scene):
     """B19: whatever its flag says."""
-
-    def change(model):
-        model = model.clone()
-        weight = torch.nn.Parameter(torch.full((256,), 1.5, device=model.load_device, dtype=torch.bfloat16), False)
-        model.add_object_patch("diffusion_model.double_blocks.0.img_norm1.weight", weight)
-        return model
-
-    same(scene, change)
+    model = scene.load()
+    plain, mine = scene.sample(model), scene.ours(model)
+    leaf = model.model.diffusion_model.double_blocks[0].img_norm1
+    leaf.weight = torch.nn.Parameter(torch.full((256,), 1.5, device=model.load_device, dtype=torch.bfloat16), False)
+    try:
+        wanted = scene.sample(model)
+        assert not torch.equal(wanted, plain), "the change does nothing, so the test proves nothing"
+        assert_bits_equal(scene.sample(mine), wanted)
+    finally:
+        leaf.weight = None
+    assert_bits_equal(scene.sample(mine), plain)
 
 
 def test_longcat_image_is_flux_blocks_and_gets_its_bits(scene):
