@@ -1,6 +1,7 @@
 """What one sampling run did, kept as plain data: counts, proofs, and a reason for everything that stepped aside.
 
-`Run.to_dict()` is the report that the nodes, the panel and the API show. Its keys are append-only:
+`Run.to_dict()` is the report that the nodes, the panel and the API show; where the prompt is known, nodes/status.py adds its id as `prompt`. The keys are
+append-only:
 
     schema                1
     version               version of this pack

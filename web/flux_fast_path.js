@@ -1,4 +1,4 @@
-// Shows the reports of FLUX Fast Path in a sidebar tab, and keeps our nodes readable. Everything here is optional: nodes and pictures work without it.
+// Shows the reports of FLUX Fast Path in a sidebar tab, and keeps the text on our nodes. Everything here is optional: nodes and pictures work without it.
 import { api } from '../../scripts/api.js'
 import { app } from '../../scripts/app.js'
 import { createNodes } from './nodes.js'
@@ -133,7 +133,6 @@ attempt('the extension', () =>
         function: () => attempt('the panel', () => app.extensionManager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`))
       }
     ],
-    nodeCreated: (node) => attempt('the node', () => nodes.created(node)),
     setup() {
       attempt('the style sheet', addStyle)
       attempt('the sidebar', addTab)

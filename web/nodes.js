@@ -1,22 +1,14 @@
-// Our own nodes in the graph: large enough to read, and their text where the front end would lose it: after a reload when the run comes
-// from the cache, and in a subgraph that was closed while it ran. The text itself is ComfyUI's (progress_text), shown by ComfyUI.
+// The text on our own nodes where the front end would lose it: after a reload when the run comes from the cache, and in a subgraph that was closed
+// while it ran. The text itself is ComfyUI's (progress_text), shown by ComfyUI.
 
-// Least width and height of a new node: the title whole, the node's line not cut.
-const LEAST = {
-  FluxFastPath: [300, 160],
-  FluxQualityTier: [300, 160],
-  FluxFastPathReport: [340, 260],
-  FluxQualityCompare: [300, 260],
-  FluxLatentCompare: [300, 240]
-}
+const OURS = ['FluxFastPath', 'FluxQualityTier', 'FluxFastPathReport', 'FluxQualityCompare', 'FluxLatentCompare']
 
 const MARKUP = /[&<>_*`~\\[\]|]/g
 
 // As nodes/status.py does it for both renderers.
 export const asShown = (text) => text.replace(MARKUP, (sign) => `&#${sign.charCodeAt(0)};`).replaceAll('\n', '  \n')
 
-const typeOf = (node) => node?.comfyClass ?? node?.type
-const isOurs = (node) => Object.hasOwn(LEAST, typeOf(node) ?? '')
+const isOurs = (node) => OURS.includes(node?.comfyClass ?? node?.type)
 
 export function createNodes({ app, api, attempt }) {
   const texts = new WeakMap()
@@ -51,28 +43,19 @@ export function createNodes({ app, api, attempt }) {
     if (isOurs(node)) texts.set(node, detail.text)
   }
 
-  function onExecuted(node, output) {
-    const text = output?.text?.[0]
-    if (typeof text !== 'string') return
+  // Sent for a node whose output comes from the cache too.
+  function onExecuted({ detail }) {
+    const node = nodeAt(detail?.display_node ?? detail?.node)
+    const text = detail?.output?.text?.[0]
+    if (!isOurs(node) || typeof text !== 'string') return
     texts.set(node, asShown(text))
     show(node)
   }
 
   return {
-    created(node) {
-      if (!isOurs(node)) return
-      const [width, height] = LEAST[typeOf(node)]
-      // A workflow's own sizes come after this.
-      if (node.size[0] < width || node.size[1] < height) node.setSize([Math.max(node.size[0], width), Math.max(node.size[1], height)])
-      const before = node.onExecuted
-      node.onExecuted = function (output, ...rest) {
-        const result = before?.call(this, output, ...rest)
-        attempt('the text of a node', () => onExecuted(this, output))
-        return result
-      }
-    },
     listen() {
       api.addEventListener('progress_text', (event) => attempt('the text of a node', () => onProgressText(event)))
+      api.addEventListener('executed', (event) => attempt('the text of a node', () => onExecuted(event)))
       // After the front end's own work on the graph that was opened.
       const opened = (event) => setTimeout(() => attempt('the text of a node', () => event.detail?.newGraph?.nodes?.forEach(show)))
       app.canvas.canvas.addEventListener('litegraph:set-graph', opened)

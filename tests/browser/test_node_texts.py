@@ -51,27 +51,6 @@ def test_our_script_writes_a_text_as_the_server_does(front):
 
 
 @RENDERERS
-def test_a_new_node_shows_its_title_and_the_whole_line(front, renderer):
-    put(front, *OURS)
-    send_text(front, FUSED["text"].replace("Test GPU", "a made-up GeForce RTX 0000 Laptop GPU"))
-    front.fit()
-    front.screenshot(f"new-nodes-{renderer}")
-    assert front.page.evaluate("() => app.graph.nodes.every(n => n.size[0] >= 300 && n.size[1] >= 150)")
-    if renderer == "classic":
-        spans = "() => [...document.querySelectorAll('.dom-widget')].map(e => { const t = e.querySelector('span'); return t ? [t.getBoundingClientRect().height, e.getBoundingClientRect().height] : [0, 0] })"
-        heights = front.page.evaluate(spans)
-        assert len([1 for text, _ in heights if text]) == len(OURS) and all(text <= box for text, box in heights)
-
-
-def test_a_loaded_workflow_keeps_its_own_sizes(front):
-    put(front, *OURS)
-    front.page.evaluate("() => app.graph.nodes.forEach(n => n.setSize(n.computeSize()))")
-    saved = front.page.evaluate("() => app.graph.serialize()")
-    front.load(saved)
-    assert front.page.evaluate("() => app.graph.serialize().nodes.map(n => [n.type, ...n.size])") == [[n["type"], *n["size"]] for n in saved["nodes"]]
-
-
-@RENDERERS
 def test_a_reloaded_page_shows_the_texts_of_a_run_from_the_cache(front, renderer):
     front.load_api("flux_quality_compare")
     front.page.evaluate("() => app.graph.nodes.forEach(n => n.widgets?.forEach(w => { if (w.name === 'control_after_generate') w.value = 'fixed' }))")
