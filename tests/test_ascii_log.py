@@ -33,14 +33,14 @@ def console(monkeypatch):
 
 
 class Finished:
-    outcome = "finished"
+    outcome, direct = "finished", False
 
     def to_dict(self):
         return {"text": report.text({**FUSED, "gpu": GPU})}
 
 
 def test_the_line_of_a_run_is_readable_in_ascii(console):
-    session.Application("token", lambda run, nodes: None, [], []).tell(Finished())
+    session.Application("token", lambda run, nodes: None, {"nodes": [], "lineage": []}).tell(Finished())
     assert "57/57 blocks | 114 gates | proven on NVIDIA GeForce RTX\\u2122 4090 \\u4e2d\\u6587 | -15.0 ms/step" in console()
 
 
