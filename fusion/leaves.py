@@ -6,6 +6,7 @@ that it may find itself on.
 
 from __future__ import annotations
 
+import weakref
 from threading import get_ident
 from typing import Callable, NamedTuple
 
@@ -37,14 +38,16 @@ def leaf(arity: int):
 
     def maker(lazy):
         def make(module, shared, active):
+            home = weakref.ref(module)  # a copy of the module made meanwhile has this forward too, and must not keep the module
+
             def forward(self, *args, **kwargs):
-                if active[0] == get_ident() and self is module:
+                if active[0] == get_ident() and self is home():
                     # Hooks are asked for here too: code of others that runs inside the block may have set one since it began.
                     if len(args) == arity and not kwargs and not self._forward_hooks and not self._forward_pre_hooks:
                         result = lazy(self, shared, *args)
                         if result is not NotImplemented:
                             return result
-                elif not shared.busy:
+                elif not shared.busy or self is not home():
                     drop(self)
                 return type(self).forward(self, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
 

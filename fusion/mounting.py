@@ -53,12 +53,12 @@ def mounted(plan: Plan, kinds=KINDS, token_major: bool = False, share_silu: bool
     try:
         for text in plan.notes:
             note(text)
-        for block, forward in plan.units:
-            if has_forward_of_others(block):
-                note(f"a {type(block).__name__} has a forward of another pack and stays as it is")
+        for unit in plan.units:
+            if has_forward_of_others(unit.block):
+                note(f"a {type(unit.block).__name__} has a forward of another pack and stays as it is")
             else:
-                mount(block, forward, owned)
-        call.mounted = sum(block.__dict__.get("forward") is forward for block, forward in plan.units[: plan.distinct_blocks])
+                mount(unit.block, unit.forward, owned)
+                call.mounted += unit.weight
         yield call
     finally:
         restore(owned)

@@ -166,7 +166,7 @@ def why_not_code(diffusion_model) -> str | None:
             return f"its {kind} blocks are of different classes (another pack replaced some)"
         if any(b._compiled_call_impl is not None for b in blocks) or type(blocks[0]).__name__ == "OptimizedModule":
             return "its blocks are compiled with torch.compile"
-        if _package(type(blocks[0])) not in map(_package, type(diffusion_model).__mro__):
+        if _package(type(blocks[0])) not in _packages(type(diffusion_model)):
             return f"its {kind} blocks are {type(blocks[0]).__qualname__} of another pack"
     final = getattr(diffusion_model, "final_layer", None)
     try:
@@ -194,9 +194,13 @@ def _package(cls: type) -> str:
     return _package_of(cls.__module__)
 
 
+def _packages(cls: type) -> set:
+    return {_package(base) for base in cls.__mro__ if base is not object}
+
+
 def _changed_at_run_time(model: type, double: type, single: type, final) -> str | None:
     """The first of the functions that a block is recognised by which is not what its file holds, or None."""
-    packages = {_package(cls) for cls in (*model.__mro__, double)}
+    packages = {*_packages(model), _package(double)}
     names = vars(sys.modules.get(double.__module__, object))
     classes = [cls for cls in (double, single, names.get("Modulation"), names.get("QKNorm"), final) if isinstance(cls, type)]
     functions = [(f"{cls.__name__}.forward", cls.__dict__.get("forward"), cls.__module__) for cls in classes]

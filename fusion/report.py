@@ -27,7 +27,7 @@ append-only:
                           "bounded": not exact, checked against its rounding bound (tier "high" only)
                           "refused": never run, since the operands are not what the kernel takes
     saved_ms_per_step     sum over ops; from event times of eager and fused on this GPU at first sight, None if not timed
-    ms_per_step           wall time since the first call of the model began / steps, None before that
+    ms_per_step           wall time since the first call of the model began; both over all steps, the last one as far as it went
     disabled              [{"op", "signature", "reason"}]: operations of this run that failed their proof on this GPU
     notes                 [str]: leaves left to core (hooks, another pack), each with its reason
     text                  one line for the node: "57/57 blocks · 114 gates · proven on NVIDIA H200 · −27 ms/step"
@@ -45,6 +45,7 @@ import torch
 from ..kernels.proof import REGISTRY
 
 SCHEMA = 1
+SKIPPED = "a cache answered in its place, or another pack has its own way through the blocks"
 NO_CALL = "No call of the model came through here: nothing was sampled, or another pack calls the model in its own way."
 OPS = ("residual_gate", "layer_norm_modulate", "qk_norm_rope", "head_concat", "gelu_concat", "linear_gelu", "column_copy")
 _numbers = itertools.count(1)
@@ -62,7 +63,8 @@ class Run:
         self.number, self.token, self.lineage, self.direct, self.tier = next(_numbers), token, list(lineage), direct, "lossless"
         self.started, self._clock, self.seconds = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter(), 0.0
         self._first_call = None  # when the first call of the model began: before it, core loads the model
-        self.outcome, self.reason, self.phase, self._aside = "running", None, None, 0
+        self.outcome, self.reason, self.phase, self._aside, self._skipped = "running", None, None, 0, 0
+        self._missing, self._busy, self._began = 0.0, 0.0, 0.0  # parts of calls that did not come to their end; time inside direct calls
         self.model = self.dtype = None
         self.devices: list = []  # core can split one run over several GPUs, a thread each
         self._lock = threading.Lock()
@@ -75,7 +77,8 @@ class Run:
         """One call of the model begins."""
         with self._lock:
             self.steps += 1
-            self._first_call = self._first_call or time.perf_counter()
+            self._began = time.perf_counter()
+            self._first_call = self._first_call or self._began
 
     def describe(self, model: str, device: torch.device, dtype: str) -> None:
         """What that call runs on."""
@@ -84,10 +87,19 @@ class Run:
             if device not in self.devices:
                 self.devices.append(device)
 
-    def count_blocks(self, entered: int) -> None:
-        """So many blocks ran with leaves of ours in one call, which need not have come to its end."""
+    def expect(self, blocks: dict, sites: dict) -> None:
+        """The model of this call has these, as long as none ran with more: a guider may bring a second model into the run."""
         with self._lock:
-            self.mounted = max(self.mounted, min(entered, sum(self.blocks.values())))
+            if not self.mounted:
+                self.blocks, self.sites = blocks, sites
+
+    def count_blocks(self, entered: int, blocks: dict, sites: dict, ended: bool = True) -> None:
+        """So many of the model's blocks ran with leaves of ours in one call, which may have broken off."""
+        with self._lock:
+            if entered > self.mounted:
+                self.mounted, self.blocks, self.sites = entered, blocks, sites
+            if not ended:
+                self._missing += 1 - entered / max(sum(blocks.values()), 1)
 
     def count_fused(self) -> bool:
         """One call of the model has ended with the leaves mounted; whether it was the run's first."""
@@ -99,6 +111,11 @@ class Run:
         """One call of the model runs as core runs it."""
         with self._lock:
             self.reason, self._aside = reason, self._aside + 1
+
+    def skip(self) -> None:
+        """One call of the model ran no block."""
+        with self._lock:
+            self._skipped += 1
 
     def note(self, text: str) -> None:
         self.notes[text] = None
@@ -112,10 +129,18 @@ class Run:
             self.high = {**mounted, "reasons": reasons}
 
     def end(self, outcome: str) -> None:
-        self.outcome, self.seconds, self._after = outcome, time.perf_counter() - self._clock, _counts()
+        now = time.perf_counter()
+        self._busy += now - self._began if self.direct else 0
+        self.outcome, self.seconds, self._after = outcome, self._busy if self.direct else now - self._clock, _counts()
+
+    def _calls(self) -> float:
+        """Calls of the model, the last one as far as it went."""
+        return max(self.steps - self._missing, 0.0)
 
     def _ms_per_step(self, seconds: float) -> float | None:
-        return round((self._clock + seconds - self._first_call) * 1e3 / self.steps, 2) if self.steps else None
+        calls, busy = self._calls(), self.direct or not self.steps
+        taken = self._busy if busy else self._clock + seconds - self._first_call
+        return round(taken * 1e3 / calls, 2) if calls > 0 and taken else None
 
     def plans(self) -> list[tuple]:
         """(plan, launches, declined) in this run for every plan of this run's devices."""
@@ -133,7 +158,7 @@ class Run:
             mine = [entry for entry in used if entry[0].op == name]
             launches, declined = (sum(entry[i] for entry in mine) for i in (1, 2))
             timed = [(plan, count) for plan, count, _ in mine if count and plan.eager_us is not None]
-            saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / max(self.fused_steps, 1) if timed else None
+            saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / self._calls() if timed and self._calls() else None
             good = "proven" if REGISTRY[name].exact else "bounded"
             if name in off:
                 state = "partly" if launches else "disabled"
@@ -164,6 +189,10 @@ class Run:
         if reason and self.fused_steps:
             notes.append(f"{self._aside} of {self.steps} model calls ran as core runs them: {reason}")
             reason = None
+        if self._skipped and (self.fused_steps or reason):
+            notes.append(f"{self._skipped} of {self.steps} model calls ran no block: {SKIPPED}")
+        elif self._skipped:
+            reason = f"no block ran: {SKIPPED}"
         report = {
             "schema": SCHEMA, "version": __version__, "run": self.number, "token": self.token, "lineage": self.lineage, "started": self.started,
             "seconds": round(seconds, 3), "outcome": self.outcome, "state": "stepped_aside" if reason else "fused", "reason": reason,

@@ -56,6 +56,11 @@ def compute_dtype(base_model) -> torch.dtype:
     return base_model.manual_cast_dtype or base_model.get_dtype()
 
 
+def ending_of(error: BaseException) -> str:
+    """The outcome of a run that ended with this error. Core's interrupt is no Exception, and its class differs between cores."""
+    return "interrupted" if type(error).__name__ in ("InterruptProcessingException", "KeyboardInterrupt") else "error"
+
+
 class Application:
     """One application of a node to a model: what its wrappers share. Holds no model and no tensor."""
 
@@ -83,8 +88,7 @@ class Application:
             outcome = "finished"
             return result
         except BaseException as error:
-            if type(error).__name__ in ("InterruptProcessingException", "KeyboardInterrupt"):
-                outcome = "interrupted"
+            outcome = ending_of(error)
             raise
         finally:
             self.end(run, outcome)
@@ -107,6 +111,9 @@ class Application:
             result = self.model_call(run, executor, call, kwargs)
             outcome = "finished"
             return result
+        except BaseException as error:
+            outcome = ending_of(error)
+            raise
         finally:
             self.end(run, outcome)
 
@@ -126,7 +133,8 @@ class Application:
             if plan is not None:
                 self.models.add(base.diffusion_model)
                 kinds, *sharing = choices(base.diffusion_model, plan, transformer_options, conditions, run)
-                kinds = with_tier(kinds, options, plan, x.device, dtype, run)
+                kinds, sites = with_tier(kinds, options, plan, x.device, dtype, run)
+                run.expect(plan.blocks, sites)
                 reason = None if kinds else nothing_to_mount(run)
         except Exception as error:  # an object that only resembles a model: whatever it is, core knows how to run it
             log.debug("the model could not be examined", exc_info=True)
@@ -142,12 +150,17 @@ class Application:
                 return executor(*call, **conditions)
             try:
                 result = executor(*call, **conditions)
-            finally:
-                run.count_blocks(mine.entered)
-        if not mine.entered:
-            run.step_aside("no block ran as core runs it: another pack has its own way through them")
-        elif run.count_fused():
-            self.tell(run)
+            except BaseException:
+                run.count_blocks(mine.entered, plan.blocks, sites, ended=False)
+                raise
+            run.count_blocks(mine.entered, plan.blocks, sites)
+        if mine.entered:
+            if run.count_fused():
+                self.tell(run)
+        elif mine.refused:
+            run.step_aside(mine.refused)
+        else:
+            run.skip()
         return result
 
     def say_building(self, run: Run) -> None:
@@ -155,12 +168,14 @@ class Application:
         self.tell(run)
 
 
-def with_tier(kinds: frozenset, options: dict, plan: Plan, device, dtype, run: Run) -> frozenset:
-    """`kinds` as far as our nodes asked for them: those of the fast path, those of the tier."""
-    run.blocks, run.sites = plan.blocks, plan.sites
+def with_tier(kinds: frozenset, options: dict, plan: Plan, device, dtype, run: Run) -> tuple[frozenset, dict]:
+    """(`kinds` as far as our nodes asked for them: those of the fast path, those of the tier; the sites that they have)."""
+    sites = plan.sites
     if not options.get("fast_path"):  # only the tier's node is in the graph
-        kinds, run.sites = frozenset(), {}
-    return with_high(kinds, plan, device, dtype, run) if run.tier == "high" else kinds
+        kinds, sites = frozenset(), {}
+    if run.tier == "high":
+        kinds = with_high(kinds, plan, device, dtype, run, sites)
+    return kinds, sites
 
 
 def nothing_to_mount(run: Run) -> str:
@@ -168,15 +183,15 @@ def nothing_to_mount(run: Run) -> str:
     return "FLUX Fast Path is off and the tier is lossless" if run.high is None else f"FLUX Fast Path is off, and tier high stepped aside: {run.high['reasons'][0]}"
 
 
-def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run) -> frozenset:
-    """`kinds` and the site classes of tier "high" that can mount; the run's report learns which and why not."""
+def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run, sites: dict) -> frozenset:
+    """`kinds` and the site classes of tier "high" that can mount; `sites` and the run's report learn which, and why others not."""
     chosen, found = plan.high.choose(device, dtype)
     run.note_high(found)
-    run.sites["linear_gelu"] = found["sites"]
+    sites["linear_gelu"] = found["sites"]
     if "high_single" in chosen:
         # Its own forward replaces the lossless one of linear1, and needs the GELU's leaf to pass the activated columns on.
         kinds = (kinds - {"single_projection"}) | {"gelu"}
-        run.sites["gelu_concat"], run.sites["column_copy"] = 0, plan.blocks["single"]
+        sites["gelu_concat"], sites["column_copy"] = 0, plan.blocks["single"]
     return kinds | chosen
 
 

@@ -30,14 +30,20 @@ def _ignore(text: str) -> None:
 class Call:
     """One call of the model, in one thread."""
 
-    __slots__ = ("kinds", "token_major", "share_silu", "note", "on", "thread", "mounted", "entered")
+    __slots__ = ("kinds", "token_major", "share_silu", "note", "on", "thread", "mounted", "blocks", "entered", "refused")
 
     def __init__(self, kinds=frozenset(), token_major=False, share_silu=False, note=_ignore, device=CUDA):
         # token_major: whether attention may be asked for the other memory order
         # share_silu: whether every Modulation of this call sees the same, unwritten vec
         self.kinds, self.token_major, self.share_silu, self.note, self.on, self.thread = kinds, token_major, share_silu, note, device.type, get_ident()
         self.mounted = 0  # blocks that have our forward
-        self.entered = 0  # times that a block ran with leaves of ours
+        self.blocks, self.entered = set(), 0  # those that ran with leaves of ours, and how many the model has of them
+        self.refused = None  # why a block ran as core runs it
+
+
+    def refuse(self, reason: str) -> None:
+        self.refused = reason
+        self.note(f"a block ran as core runs it: {reason}")
 
 
 IDLE = Call()
@@ -50,7 +56,6 @@ class Shared:
         self.layouts = AttentionLayouts(attention)
         self._calls, self._lock = [], threading.Lock()
         self.outdated = False  # a block was not what the plan was made for
-        self.mounted = frozenset()  # leaves of the block that runs now
         self._apply()
 
     def begin(self, call: Call) -> bool:
@@ -74,6 +79,7 @@ class Shared:
     def _apply(self) -> None:
         self.call = self._calls[-1] if self._calls else IDLE
         self.token_major = self.call.token_major
+        self.mounted = frozenset()  # leaves of the block that runs now
         self._silu = (None, None)
 
     def enter_block(self, options: dict, mask) -> frozenset | None:
@@ -86,7 +92,7 @@ class Shared:
             return None
         reason = surroundings.why_not(call.on)
         if reason:
-            call.note(f"a block ran as core runs it: {reason}")
+            call.refuse(reason)
             return None
         patched, own_attention, read = by_others(options, mask)
         if patched:  # for the rest of the call too: vec may be another from here on

@@ -8,6 +8,8 @@ not, or is not given, what the plan was made for.
 from __future__ import annotations
 
 import sys
+import weakref
+from collections import Counter
 from threading import get_ident
 
 import torch
@@ -16,11 +18,11 @@ from .classes import is_cores_linear, is_known_leaf, is_own_class
 from .high import HighPlan
 from .leaves import Leaf, gelu_forward, joined_projection_forward, modulation_forward, norm_forward, projection_forward, qk_norm_forward
 from .shared import Q_AND_K, Shared
-from .standin import drop, is_touched, mount, restore, stand_in
+from .standin import called_module, drop, is_touched, mount, restore, stand_in
 from .watch import ON_CLASSES, Below, Watch, code_places
 
 Tensor = torch.Tensor
-PLAIN = frozenset((type(None), dict, list, tuple))
+GIVEN = frozenset((Tensor, type(None), dict, list, tuple))  # types of what core gives to a block
 IN_ORDER = frozenset(("modulation", "norm"))  # of no use, and handed on unrun, where core modulates token ranges of their own
 
 
@@ -36,13 +38,13 @@ class Plan:
         self.notes = []
         names = type(doubles[0]).forward.__globals__
         self._classes = {"modulation": names["Modulation"], "qk": names["QKNorm"]}
-        self.units = []  # (block, the forward that mounts its leaves)
+        self.units = []
         self.modulations = []  # with their Linears
         final = getattr(diffusion_model, "final_layer", None)
         self._made_for = self._identities(diffusion_model)
         classes = {type(m) for part in (*doubles, *singles, final) if part is not None for m in part.modules()}
         self.code = Watch([*code_places(self.attention(), doubles[0]), *((cls, ON_CLASSES) for cls in classes)])
-        for block in dict.fromkeys(doubles):  # a pack may run one block several times
+        for block, times in Counter(doubles).items():  # a pack may run one block several times
             leaves = []
             for stream in ("img", "txt"):
                 attention = getattr(block, f"{stream}_attn")
@@ -50,19 +52,18 @@ class Plan:
                 self._add(leaves, "norm", getattr(block, f"{stream}_norm1"), norm_forward)
                 self._add(leaves, "norm", getattr(block, f"{stream}_norm2"), norm_forward)
                 self._add_qk(leaves, attention.norm, "projection", attention.qkv, joined_projection_forward)
-            self._unit(block, leaves + self.high.leaves[block])
-        for block in dict.fromkeys(singles):
+            self._unit(block, leaves + self.high.leaves[block], times)
+        for block, times in Counter(singles).items():
             leaves = []
             self._add(leaves, "modulation", block.modulation, modulation_forward)
             self._add(leaves, "norm", block.pre_norm, norm_forward)
             self._add(leaves, "gelu", block.mlp_act, gelu_forward)
             self._add_qk(leaves, block.norm, "single_projection", block.linear1, projection_forward, feeds=(block.mlp_act,))
-            self._unit(block, leaves + self.high.leaves[block])
-        self.distinct_blocks = len(self.units)
+            self._unit(block, leaves + self.high.leaves[block], times)
         leaves = []
         if getattr(final, "norm_final", None) is not None:
             self._add(leaves, "norm", final.norm_final, norm_forward)
-            self._unit(final, leaves, counts=False)
+            self._unit(final, leaves, 0)
         self.alone = all(map(is_cores_linear, self.modulations[1::2]))  # no Modulation writes to the silu(vec) that it is given
 
     @staticmethod
@@ -72,12 +73,14 @@ class Plan:
 
     def holds_for(self, diffusion_model) -> bool:
         """Whether the model still has the blocks and the code that this plan was made from, as far as its blocks have found."""
-        return not self.shared.outdated and self._identities(diffusion_model) == self._made_for and self.code.unchanged()
+        if self._identities(diffusion_model) != self._made_for or not self.code.unchanged():
+            return False
+        if self.shared.outdated:  # but another pack may have taken back by now what it changed
+            self.shared.outdated = not all(unit.below.unchanged() for unit in self.units)
+        return not self.shared.outdated
 
-    def _unit(self, block, leaves, counts=True):
-        active = [0]  # the thread that is in the block's own forward: outside it, a leaf forward that somebody kept is core's again
-        made = [(leaf, leaf.make(leaf.module, self.shared, active)) for leaf in leaves]
-        self.units.append((block, block_forward(block, made, self.shared, active, self.code, counts)))
+    def _unit(self, block, leaves, weight):
+        self.units.append(Unit(block, leaves, self.shared, self.code, weight))
 
     def _add_qk(self, leaves, norm, kind, projection, make, feeds=()):
         """The norm of q and k, and the projection that it gets them from."""
@@ -127,62 +130,84 @@ class Plan:
         }
 
 
-def block_forward(block, leaves, shared, active, code, counts):
-    """A forward for `block` that mounts its leaves, runs the block's own forward, and restores."""
-    names = type(block).forward.__code__.co_varnames[1 : type(block).forward.__code__.co_argcount]
-    most = names.index("attn_mask") if "attn_mask" in names else len(names)  # positional arguments before what has to be seen by name
-    pe_at = names.index("pe") if "pe" in names else None
-    ranges = tuple(name for name in names if name.startswith("modulation_dims"))
-    below = Below(block)
+class Unit:
+    """A block (or the layer after the blocks) with its leaves, and the forward that mounts them. `weight`: how often the model has the block."""
 
-    def mountable(self, args, kwargs):
-        """Kinds of leaves that may be mounted for this call of the block."""
-        if self is not block or len(args) > most:
+    __slots__ = ("block", "forward", "weight", "leaves", "below", "code", "shared", "active", "most", "pe_at", "ranges", "__weakref__")
+
+    def __init__(self, block, leaves, shared, code, weight):
+        own = type(block).forward.__code__
+        names = own.co_varnames[1 : own.co_argcount]
+        self.block, self.weight, self.shared, self.code, self.below = block, weight, shared, code, Below(block)
+        self.most = names.index("attn_mask") if "attn_mask" in names else len(names)  # positional arguments before what has to be seen by name
+        self.pe_at = names.index("pe") if "pe" in names else None
+        self.ranges = tuple(name for name in names if name.startswith("modulation_dims"))
+        self.active = [0]  # the thread that is in the block's own forward: outside it, a leaf forward that somebody kept is core's again
+        self.leaves = [(leaf.kind, leaf.module, leaf.make(leaf.module, shared, self.active), leaf.feeds, leaf.beside) for leaf in leaves]
+        self.forward = block_forward(self)
+
+    def mountable(self, args, kwargs) -> frozenset | None:
+        """Kinds of leaves that may be mounted for this call of the block, or None."""
+        call = self.shared.call
+        if len(args) > self.most or not (GIVEN.issuperset(map(type, args)) and GIVEN.issuperset(map(type, kwargs.values()))):
+            if any(isinstance(v, Tensor) and type(v) is not Tensor for v in (*args, *kwargs.values())) or len(args) > self.most:
+                call.refuse("a block is given a tensor of another pack's class, or arguments in another pack's way")
+                return None
+        kinds = self.shared.enter_block(kwargs.get("transformer_options") or {}, kwargs.get("attn_mask"))
+        if not kinds or not (self.weight or call.entered):  # the layer after the blocks alone is not worth a word
             return None
-        for value in (*args, *kwargs.values()):
-            kind = type(value)
-            if kind is not Tensor and kind not in PLAIN and isinstance(value, Tensor):
-                return None  # a tensor of another pack's class, which may see every operation
-        kinds = shared.enter_block(kwargs.get("transformer_options") or {}, kwargs.get("attn_mask"))
-        if not kinds:
+        if not self.code.unchanged() or not self.below.unchanged():
+            self.shared.outdated = True
+            call.refuse("another pack has changed a block, or the code it runs, in the middle of the call")
             return None
-        if not code.unchanged() or not below.unchanged():
-            shared.outdated = True
-            shared.call.note("a block ran as core runs it: another pack has changed it, or the code it runs, during the call")
-            return None
-        if pe_at is not None and type(args[pe_at] if len(args) > pe_at else kwargs.get("pe")) is not Tensor:
+        if self.pe_at is not None and type(args[self.pe_at] if len(args) > self.pe_at else kwargs.get("pe")) is not Tensor:
             kinds = kinds - Q_AND_K  # no rotation: they would reach attention unrun
-        if ranges and any(kwargs.get(name) is not None for name in ranges):
+        if self.ranges and any(kwargs.get(name) is not None for name in self.ranges):
             kinds = kinds - IN_ORDER
         return kinds
 
+    def mount(self, kinds, owned: list) -> None:
+        put_on, call = set(), self.shared.call
+        for kind, module, forward, feeds, beside in self.leaves:
+            if kind not in kinds or (feeds and not put_on.issuperset(feeds)):
+                continue
+            touched = module if is_touched(module) else next(filter(is_touched, beside), None) if beside else None
+            if touched is not None:
+                call.note(f"a {type(touched).__name__} has a forward or hooks of another pack and stays as it is")
+            else:
+                mount(module, forward, owned)
+                put_on.add(module)
+        self.shared.mounted = put_on
+        if put_on and self.block not in call.blocks:
+            call.blocks.add(self.block)
+            call.entered += self.weight
+
+
+def block_forward(unit: Unit):
+    """A forward for the unit's block that mounts its leaves, runs the block's own forward, and restores.
+
+    It holds the unit weakly: a copy of the block made during our call has this forward too, and must not keep the block.
+    """
+    find = weakref.ref(unit)
+
     def forward(self, *args, **kwargs):
-        kinds = mountable(self, args, kwargs)
-        if kinds is None:
-            if not shared.busy:
-                drop(self)
+        unit, self = find(), called_module(self)
+        if unit is None or self is not unit.block or not unit.shared.busy:
+            drop(self)
             return type(self).forward(self, *args, **kwargs)
-        owned, outer = [], active[0]
+        kinds = unit.mountable(args, kwargs)
+        if kinds is None:
+            return type(self).forward(self, *args, **kwargs)
+        owned, active, outer = [], unit.active, unit.active[0]
         try:
             active[0] = get_ident()
-            put_on = set()
-            for leaf, stand_in_forward in leaves:
-                if leaf.kind not in kinds or (leaf.feeds and not put_on.issuperset(leaf.feeds)):
-                    continue
-                touched = next(filter(is_touched, (leaf.module, *leaf.beside)), None)
-                if touched is not None:
-                    shared.call.note(f"a {type(touched).__name__} has a forward or hooks of another pack and stays as it is")
-                else:
-                    mount(leaf.module, stand_in_forward, owned)
-                    put_on.add(leaf.module)
-            shared.mounted = put_on
-            shared.call.entered += counts and bool(owned)
+            unit.mount(kinds, owned)
             return type(self).forward(self, *args, **kwargs)
         finally:
             active[0] = outer
             restore(owned)
 
-    return stand_in(block, forward)
+    return stand_in(unit.block, forward)
 
 
 def _attention_of(block):

@@ -7,11 +7,15 @@ module made meanwhile gets core's, and one that somebody kept and put back after
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from types import MethodType
 
+import torch
+
 _made: weakref.WeakSet = weakref.WeakSet()  # every function of a stand-in
 _NOTHING = object()
+_CALL = torch.nn.Module._call_impl.__code__
 
 
 def stand_in(module, function) -> MethodType:
@@ -64,6 +68,17 @@ def restore(owned: list) -> None:
 
 
 def drop(module) -> None:
-    """Take off a stand-in of ours that somebody kept and put back: called outside a call of ours, it has nothing to do there."""
-    if _is_left_over(module, module.__dict__.get("forward")):
+    """Take off a stand-in of ours that has nothing to do there: put back by somebody after our call, or come along with a copy."""
+    forward = module.__dict__.get("forward")
+    if type(forward) is MethodType and forward.__func__ in _made:
         del module.__dict__["forward"]
+
+
+def called_module(bound):
+    """The module that is being called, where a stand-in finds itself bound to `bound`. To be asked by the stand-in itself.
+
+    A shallow copy (`copy.copy`, DataParallel's replicas) shares the method that is bound to the original. Only the frame of torch's `_call_impl`,
+    which is the caller, knows which of the two was called.
+    """
+    caller = sys._getframe(2)
+    return caller.f_locals["self"] if caller.f_code is _CALL else bound

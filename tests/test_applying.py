@@ -46,6 +46,17 @@ def test_the_report_has_the_keys_that_its_docstring_promises(fused, patcher):
     assert set(report_of(waiting)) == promised and report_of(waiting)["outcome"] == "error"
 
 
+def test_two_models_in_one_run_do_not_mix_their_counts():
+    """Core's guider for two models sends both through the first one's wrappers: the report is of the model that had most blocks with us."""
+    told, large, small = report.Run("token"), ({"double": 2, "single": 3}, {"residual_gate": 11}), ({"double": 1, "single": 2}, {"residual_gate": 6})
+    for blocks, sites in (small, large, small):
+        told.count_call()
+        told.expect(blocks, sites)
+        told.count_blocks(sum(blocks.values()), blocks, sites)
+    found = told.to_dict()
+    assert (found["blocks_mounted"], found["blocks"], found["ops"][0]["sites"]) == (5, large[0], 11)
+
+
 def test_a_build_is_announced_once_and_only_where_one_begins(fused, patcher, monkeypatch):
     settled, said = [], []
     monkeypatch.setattr(session.build, "is_settled", lambda device, dtype: bool(settled))

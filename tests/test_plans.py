@@ -23,7 +23,7 @@ def test_mounting_twice_restores_once_and_keeps_the_outer_choices(fused, patcher
         with session.mounted(plan, share_silu=False):
             with session.mounted(plan, share_silu=True):
                 assert_bits_equal(transformer(**inputs), wanted)
-            assert all("forward" in block.__dict__ for block, _ in plan.units)
+            assert all("forward" in unit.block.__dict__ for unit in plan.units)
             assert_bits_equal(transformer(**inputs), wanted)
     harness.assert_untouched(patcher)
 
@@ -172,4 +172,4 @@ def test_a_mounted_model_can_go_away(fused, patcher):
         del transformer
         gc.collect()
         assert alive() is None
-    assert not any("forward" in block.__dict__ for block, _ in plan.units)
+    assert not any("forward" in unit.block.__dict__ for unit in plan.units)

@@ -70,6 +70,49 @@ def test_a_block_copied_during_our_call_runs_its_own_weights(scene):
     assert_bits_equal(with_us, without)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, lambda block: block._replicate_for_data_parallel()], ids=["copy.copy", "DataParallel"])
+def test_a_shallow_copy_made_during_our_call_runs_what_hangs_on_it(scene, copied):
+    """B01, S7: it shares the original's forward, but not what was given to it since."""
+    model = scene.load()
+    plain = scene.sample(model)
+
+    def act(transformer, run):
+        blocks, own = transformer.single_blocks, transformer.single_blocks[0]
+        other = copied(own)
+        other._modules = dict(own._modules)
+        other._modules["pre_norm"] = torch.nn.LayerNorm(256, eps=0.5, elementwise_affine=False)
+        blocks[0] = other
+        try:
+            return run()
+        finally:
+            blocks[0] = own
+
+    other, mine = inside(scene, act, model, scene.ours(model))
+    wanted = scene.sample(other)
+    assert not torch.equal(wanted, plain)
+    assert_bits_equal(scene.sample(mine), wanted)
+    assert_bits_equal(scene.sample(scene.ours(model)), plain)
+
+
+def test_a_copy_that_somebody_keeps_does_not_keep_the_model(scene):
+    """B31"""
+    if scene.core.dynamic_vram and torch.cuda.is_available():
+        pytest.skip("core itself cannot have a loaded module copied: its weight pages would be freed twice")
+    model, kept = harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16), []
+
+    def act(transformer, run):
+        kept.append(copy.deepcopy(transformer.get_submodule(BLOCK)))
+        return run()
+
+    (mine,) = inside(scene, act, scene.ours(model))
+    scene.sample(mine)
+    alive = weakref.ref(model.model.diffusion_model.get_submodule(BLOCK).img_norm1)
+    model = mine = None
+    scene.core.comfy.model_management.unload_all_models()
+    gc.collect()
+    assert kept and alive() is None
+
+
 def test_a_block_saved_during_our_call_can_be_read_again(scene):
     """B09: no wrapper object in a file."""
     model, sizes = scene.load(), []
@@ -161,6 +204,26 @@ def test_a_block_that_another_pack_lends_for_one_run_is_let_go(scene):
     blocks[0] = own
     gc.collect()
     assert alive() is None
+
+
+def test_what_another_pack_takes_back_after_each_call_costs_no_new_plan(scene):
+    """B31"""
+    model = scene.load()
+    scene.sample(model)
+    leaf, plans = model.model.diffusion_model.double_blocks[0].img_norm1, set()
+    original = type(leaf)
+
+    def act(transformer, run):
+        plans.add(mounting._plans.get(transformer))
+        leaf.__class__ = type("Other", (original,), {})
+        try:
+            return run()
+        finally:
+            leaf.__class__ = original
+
+    (mine,) = inside(scene, act, scene.ours(model))
+    scene.sample(mine, steps=4)
+    assert len(plans) == 1 and scene.report(mine)["blocks_mounted"] == 4
 
 
 def test_blocks_that_did_not_run_ours_are_not_counted(scene):
