@@ -166,8 +166,6 @@ def why_not_code(diffusion_model) -> str | None:
             return f"its {kind} blocks are of different classes (another pack replaced some)"
         if any(b._compiled_call_impl is not None for b in blocks) or type(blocks[0]).__name__ == "OptimizedModule":
             return "its blocks are compiled with torch.compile"
-        if _package(type(blocks[0])) not in _packages(type(diffusion_model)):
-            return f"its {kind} blocks are {type(blocks[0]).__qualname__} of another pack"
     final = getattr(diffusion_model, "final_layer", None)
     try:
         names = type(doubles[0]).forward.__globals__
@@ -181,9 +179,7 @@ def why_not_code(diffusion_model) -> str | None:
     if known:
         return None
     changed = _changed_at_run_time(type(diffusion_model), type(doubles[0]), type(singles[0]), None if final is None else type(final))
-    if changed:
-        return f"core version not recognised: another pack has changed its {changed}"
-    return "core version not recognised: the code of its FLUX blocks is not one that was checked"
+    return f"core version not recognised: {changed or 'the code of its FLUX blocks is not one that was checked'}"
 
 
 def _package_of(module: str) -> str:
@@ -194,13 +190,12 @@ def _package(cls: type) -> str:
     return _package_of(cls.__module__)
 
 
-def _packages(cls: type) -> set:
-    return {_package(base) for base in cls.__mro__ if base is not object}
-
-
 def _changed_at_run_time(model: type, double: type, single: type, final) -> str | None:
-    """The first of the functions that a block is recognised by which is not what its file holds, or None."""
-    packages = {*_packages(model), _package(double)}
+    """What another pack has put in the place of core's blocks, or of a function that they are recognised by, where that can be told."""
+    packages = {_package(base) for base in model.__mro__ if base is not object}
+    for kind, cls in (("double", double), ("single", single)):
+        if _package(cls) not in packages:
+            return f"its {kind} blocks are {cls.__qualname__} of {cls.__module__}"
     names = vars(sys.modules.get(double.__module__, object))
     classes = [cls for cls in (double, single, names.get("Modulation"), names.get("QKNorm"), final) if isinstance(cls, type)]
     functions = [(f"{cls.__name__}.forward", cls.__dict__.get("forward"), cls.__module__) for cls in classes]
@@ -211,7 +206,7 @@ def _changed_at_run_time(model: type, double: type, single: type, final) -> str 
         if not hasattr(sys.modules.get(module), "__file__"):
             return None  # made at run time, all of it: there is no file to compare with
         if not is_own_code(function, module) or function.__code__.co_name != name.rpartition(".")[2] or _package_of(module) not in packages:
-            return name
+            return f"another pack has changed its {name}"
     return None
 
 
