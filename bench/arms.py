@@ -1,7 +1,6 @@
 """The ways to run one step that `model` compares. An arm that cannot run here says why."""
 
 import contextlib
-from types import SimpleNamespace
 
 from ..fusion import session
 from ..kernels import build
@@ -58,9 +57,7 @@ def high(subject, plan, inputs, why_not) -> Arm:
 
 def _high_mount(subject, plan):
     """A function that mounts tier "high" for one call, or why there is none."""
-    found = {}
-    run = SimpleNamespace(sites={}, note=lambda text: None, note_high=found.update)
-    kinds = session.with_high(session.KINDS, plan, subject.device, subject.dtype, run)
+    kinds, _, found = session.with_high(session.KINDS, plan.sites, plan, subject.device, subject.dtype)
     if found["state"] != "mounted":
         return "; ".join(found["reasons"]) or "no site can mount"
     return lambda: session.mounted(plan, kinds, token_major=True, share_silu=True)

@@ -174,7 +174,8 @@ def with_tier(kinds: frozenset, options: dict, plan: Plan, device, dtype, run: R
     if not options.get("fast_path"):  # only the tier's node is in the graph
         kinds, sites = frozenset(), {}
     if run.tier == "high":
-        kinds = with_high(kinds, plan, device, dtype, run, sites)
+        kinds, sites, found = with_high(kinds, sites, plan, device, dtype)
+        run.note_high(found)
     return kinds, sites
 
 
@@ -183,16 +184,15 @@ def nothing_to_mount(run: Run) -> str:
     return "FLUX Fast Path is off and the tier is lossless" if run.high is None else f"FLUX Fast Path is off, and tier high stepped aside: {run.high['reasons'][0]}"
 
 
-def with_high(kinds: frozenset, plan: Plan, device, dtype, run: Run, sites: dict) -> frozenset:
-    """`kinds` and the site classes of tier "high" that can mount; `sites` and the run's report learn which, and why others not."""
+def with_high(kinds: frozenset, sites: dict, plan: Plan, device, dtype) -> tuple[frozenset, dict, dict]:
+    """`kinds` and `sites` with those of tier "high" that can mount, and what the report says of the tier."""
     chosen, found = plan.high.choose(device, dtype)
-    run.note_high(found)
-    sites["linear_gelu"] = found["sites"]
+    sites = {**sites, "linear_gelu": found["sites"]}
     if "high_single" in chosen:
         # Its own forward replaces the lossless one of linear1, and needs the GELU's leaf to pass the activated columns on.
         kinds = (kinds - {"single_projection"}) | {"gelu"}
-        sites["gelu_concat"], sites["column_copy"] = 0, plan.blocks["single"]
-    return kinds | chosen
+        sites.update(gelu_concat=0, column_copy=plan.blocks["single"])
+    return kinds | chosen, sites, found
 
 
 def choices(diffusion_model, plan: Plan, transformer_options: dict, conditions: dict, run: Run) -> tuple[frozenset, bool, bool]:

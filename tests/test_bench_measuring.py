@@ -1,8 +1,10 @@
 """What the benchmark measures is what its tables say: every operation, the transformer's own products, compiled blocks that leave again."""
+from types import SimpleNamespace
+
 import pytest
 import torch
-from flux_fast_path.bench import cases, compiled, environment, reference_flux, skeleton, timing
-from flux_fast_path.fusion import session
+from flux_fast_path.bench import arms, cases, compiled, environment, reference_flux, skeleton, timing
+from flux_fast_path.fusion import high, session
 
 
 def test_every_bit_exact_operation_has_cases():
@@ -29,6 +31,23 @@ def test_the_skeleton_makes_the_transformers_products():
         wanted, calls[:] = sorted(calls), []
         skeleton.skeleton(flux, inputs)()
     assert sorted(calls) == wanted
+
+
+def test_every_arm_makes_a_step_where_kernels_can_run(monkeypatch):
+    """As on a GPU: here each operation runs its reference."""
+    monkeypatch.setattr(arms.build, "unavailable", lambda device, dtype: None)
+    monkeypatch.setattr(high, "why_not_device", lambda device, dtype: None)
+    flux = reference_flux.reference_flux("tiny", torch.bfloat16)
+    inputs, subject = reference_flux.example_inputs(flux), SimpleNamespace(transformer=flux, device=torch.device("cpu"), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        made = arms.build_arms(subject, inputs, SimpleNamespace(no_compile=False, compile_backend="eager"))
+        assert tuple(arm.name for arm in made) == arms.ORDER and not [arm.skipped for arm in made if arm.skipped]
+        found = {}
+        for arm in made:
+            with arm.around():
+                found[arm.name] = arm.step()
+    assert all(torch.equal(found[arm.name], found["eager"]) for arm in made if arm.claims)
+    assert found["high"].shape == found["eager"].shape and torch.isfinite(found["high"]).all()
 
 
 def test_compiled_blocks_stand_in_and_leave_again():
