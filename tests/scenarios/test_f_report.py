@@ -41,6 +41,25 @@ def test_steps_that_a_cache_answered_are_no_steps_of_another_pack(scene):
     assert any(note.startswith("6 of 8 model calls ran no block") for note in told["notes"]), told["notes"]
 
 
+@pytest.mark.parametrize("node", ["EasyCacheNode", "LazyCacheNode"])
+def test_cores_own_caches_answer_as_often_as_without_us(scene, node):
+    """B05: in both orders; LazyCache answers before the model is called, so those steps are none of the model's."""
+    caches = pytest.importorskip("comfy_extras.nodes_easycache", reason="this core has no EasyCache, or its nodes are not here")
+
+    def cached(model):
+        return getattr(caches, node).execute(model, 5.0, 0.0, 1.0, False).result[0]
+
+    model = scene.load()
+    plain, wanted = scene.sample(model, steps=8), scene.sample(cached(model), steps=8)
+    assert not torch.equal(wanted, plain), "nothing was cached, so the test proves nothing"
+    for mine in (scene.ours(cached(model)), cached(scene.ours(model))):
+        assert_bits_equal(scene.sample(mine, steps=8), wanted)
+        told = scene.report(mine)
+        skipped = sum(int(note.split()[0]) for note in told["notes"] if "ran no block" in note)
+        assert told["state"] == "fused" and told["blocks_mounted"] == 5
+        assert scene.calls["residual_gate"] == 11 * (told["steps"] - skipped) < 11 * 8
+
+
 def test_what_was_refused_in_mid_call_is_the_reason(scene):
     """B03: every block was asked, and every one ran as core runs it."""
     model = scene.load()
