@@ -81,4 +81,4 @@ def called_module(bound):
     which is the caller, knows which of the two was called.
     """
     caller = sys._getframe(2)
-    return caller.f_locals["self"] if caller.f_code is _CALL else bound
+    return caller.f_locals.get("self", bound) if caller.f_code is _CALL else bound
