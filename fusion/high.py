@@ -39,8 +39,9 @@ def why_not_site(linear, activation, dtype: torch.dtype) -> str | None:
             return f"a {type(module).__name__} is patched by another pack"
     if linear.bias is None:
         return "a Linear has no bias"
-    if type(linear.weight) not in (torch.nn.Parameter, torch.Tensor) or linear.weight.dtype != dtype:
-        quantised = " (quantised)" if linear.weight.dtype.itemsize == 1 or type(linear.weight) not in (torch.nn.Parameter, torch.Tensor) else ""
+    plain = type(linear.weight) in (torch.nn.Parameter, torch.Tensor)
+    if not plain or linear.weight.dtype != dtype:
+        quantised = "" if plain and linear.weight.dtype.itemsize > 1 else " (quantised)"
         return f"weights are {str(linear.weight.dtype)[6:]}{quantised}, the model computes in {str(dtype)[6:]}"
     return None
 

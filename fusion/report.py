@@ -93,7 +93,7 @@ class Run:
             if not self.mounted:
                 self.blocks, self.sites = blocks, sites
 
-    def count_blocks(self, entered: int, blocks: dict, sites: dict, ended: bool = True) -> None:
+    def count_blocks(self, entered: int, blocks: dict, sites: dict, ended: bool) -> None:
         """So many of the model's blocks ran with leaves of ours in one call, which may have broken off."""
         with self._lock:
             if entered > self.mounted:
@@ -138,9 +138,11 @@ class Run:
         return max(self.steps - self._missing, 0.0)
 
     def _ms_per_step(self, seconds: float) -> float | None:
-        calls, busy = self._calls(), self.direct or not self.steps
-        taken = self._busy if busy else self._clock + seconds - self._first_call
-        return round(taken * 1e3 / calls, 2) if calls > 0 and taken else None
+        calls = self._calls()
+        if not calls:
+            return None
+        taken = self._busy if self.direct else self._clock + seconds - self._first_call
+        return round(taken * 1e3 / calls, 2) if taken else None
 
     def plans(self) -> list[tuple]:
         """(plan, launches, declined) in this run for every plan of this run's devices."""
@@ -151,14 +153,14 @@ class Run:
         return found
 
     def _ops(self) -> list[dict]:
-        found, used, off = [], self.plans(), {v.op for v in self._disabled()}
+        found, used, off, calls = [], self.plans(), {v.op for v in self._disabled()}, self._calls()
         for name in OPS:
             if not self.sites.get(name):
                 continue
             mine = [entry for entry in used if entry[0].op == name]
             launches, declined = (sum(entry[i] for entry in mine) for i in (1, 2))
             timed = [(plan, count) for plan, count, _ in mine if count and plan.eager_us is not None]
-            saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / self._calls() if timed and self._calls() else None
+            saved = sum((plan.eager_us - plan.fused_us) * count for plan, count in timed) / 1e3 / calls if timed and calls else None
             good = "proven" if REGISTRY[name].exact else "bounded"
             if name in off:
                 state = "partly" if launches else "disabled"

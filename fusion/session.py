@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 import weakref
+from contextlib import contextmanager
 
 import torch
 
@@ -36,9 +37,11 @@ def plan_or_reason(base_model, x, dtype: torch.dtype, transformer_options: dict,
     if reason:
         return None, reason
     reason = surroundings.why_not(x.device.type)
-    if reason is None and not build.is_settled(x.device, dtype):
+    if reason:
+        return None, reason
+    if not build.is_settled(x.device, dtype):
         say_building()
-    reason = reason or why_not_device(x.device, dtype)
+    reason = why_not_device(x.device, dtype)
     if reason:
         return None, reason
     plan = current_plan(diffusion_model)
@@ -82,16 +85,18 @@ class Application:
     def outer_sample(self, executor, *args, **kwargs):
         """Core's OUTER_SAMPLE wrapper. Runs before the model is loaded, so it only frames the run."""
         run = self.run = Run(self.token, self.options["lineage"])
-        outcome = "error"
+        with self.framed(run):
+            return executor(*args, **kwargs)
+
+    @contextmanager
+    def framed(self, run: Run):
+        """End the run as what is inside ends."""
         try:
-            result = executor(*args, **kwargs)
-            outcome = "finished"
-            return result
+            yield
         except BaseException as error:
-            outcome = ending_of(error)
+            self.end(run, ending_of(error))
             raise
-        finally:
-            self.end(run, outcome)
+        self.end(run, "finished")
 
     def end(self, run: Run, outcome: str) -> None:
         run.end(outcome)
@@ -106,23 +111,13 @@ class Application:
             return self.model_call(self.run, executor, call, kwargs)
         # Somebody calls the model without the sampler: such calls, one after the other, make a run of their own.
         run = self.run = self.run if self.run is not None and self.run.direct else Run(self.token, self.options["lineage"], direct=True)
-        outcome = "error"
-        try:
-            result = self.model_call(run, executor, call, kwargs)
-            outcome = "finished"
-            return result
-        except BaseException as error:
-            outcome = ending_of(error)
-            raise
-        finally:
-            self.end(run, outcome)
+        with self.framed(run):
+            return self.model_call(run, executor, call, kwargs)
 
     def model_call(self, run: Run, executor, call: tuple, conditions: dict):
         """One call of the model, with the leaves mounted or as core runs it. `call`: APPLY_MODEL's positional arguments."""
         x, transformer_options = call[0], call[5]
-        options = transformer_options.get(KEY)
-        if not isinstance(options, dict):
-            options = self.options  # another pack has made options of its own
+        options = options_in(transformer_options) or self.options  # another pack may have made options of its own
         run.tier = options.get("tier", "lossless")
         run.count_call()
         try:
@@ -148,12 +143,12 @@ class Application:
             if mine is None:
                 run.step_aside("another thread is using this model now")
                 return executor(*call, **conditions)
+            ended = False
             try:
                 result = executor(*call, **conditions)
-            except BaseException:
-                run.count_blocks(mine.entered, plan.blocks, sites, ended=False)
-                raise
-            run.count_blocks(mine.entered, plan.blocks, sites)
+                ended = True
+            finally:
+                run.count_blocks(mine.entered, plan.blocks, sites, ended)
         if mine.entered:
             if run.count_fused():
                 self.tell(run)
@@ -224,6 +219,12 @@ def why_not_apply(model) -> str | None:
         return f"{type(model).__name__} holds no diffusion model ({type(error).__name__})"
 
 
+def options_in(transformer_options: dict) -> dict:
+    """What our nodes have written there; nothing, where another pack keeps something else under our key."""
+    found = transformer_options.get(KEY)
+    return found if isinstance(found, dict) else {}
+
+
 def is_applied(model) -> bool:
     """Whether one of our nodes has shaped this model already."""
     options = getattr(model, "model_options", None)
@@ -238,7 +239,7 @@ def apply(model, publish=lambda run, nodes: None, node=None, **options):
     """
     clone = model.clone()
     transformer_options = clone.model_options.setdefault("transformer_options", {})
-    before = transformer_options.get(KEY) or {}
+    before = options_in(transformer_options)
     nodes = [n for n in before.get("nodes", []) if n != node] + [node]
     lineage = [*before.get("lineage", []), *filter(None, [before.get("token")])]
     token = uuid.uuid4().hex

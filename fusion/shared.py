@@ -40,7 +40,6 @@ class Call:
         self.blocks, self.entered = set(), 0  # those that ran with leaves of ours, and how many the model has of them
         self.refused = None  # why a block ran as core runs it
 
-
     def refuse(self, reason: str) -> None:
         self.refused = reason
         self.note(f"a block ran as core runs it: {reason}")

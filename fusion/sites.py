@@ -149,10 +149,11 @@ class Unit:
     def mountable(self, args, kwargs) -> frozenset | None:
         """Kinds of leaves that may be mounted for this call of the block, or None."""
         call = self.shared.call
-        if len(args) > self.most or not (GIVEN.issuperset(map(type, args)) and GIVEN.issuperset(map(type, kwargs.values()))):
-            if any(isinstance(v, Tensor) and type(v) is not Tensor for v in (*args, *kwargs.values())) or len(args) > self.most:
-                call.refuse("a block is given a tensor of another pack's class, or arguments in another pack's way")
-                return None
+        given = *args, *kwargs.values()
+        unusual = not GIVEN.issuperset(map(type, given)) and any(isinstance(v, Tensor) and type(v) is not Tensor for v in given)
+        if unusual or len(args) > self.most:
+            call.refuse("a block is given a tensor of another pack's class, or arguments in another pack's way")
+            return None
         kinds = self.shared.enter_block(kwargs.get("transformer_options") or {}, kwargs.get("attn_mask"))
         if not kinds or not (self.weight or call.entered):  # the layer after the blocks alone is not worth a word
             return None

@@ -25,8 +25,8 @@ def stand_in(module, function) -> MethodType:
     return MethodType(function, module)
 
 
-def _is_left_over(module, forward) -> bool:
-    return type(forward) is MethodType and forward.__self__ is module and forward.__func__ in _made
+def _is_ours(forward) -> bool:
+    return type(forward) is MethodType and forward.__func__ in _made
 
 
 def _is_the_classes(module, forward) -> bool:
@@ -36,7 +36,7 @@ def _is_the_classes(module, forward) -> bool:
 def has_forward_of_others(module) -> bool:
     """Whether another pack has given the module a forward of its own. Core itself leaves the class's own method behind on some."""
     forward = module.__dict__.get("forward")
-    return forward is not None and not _is_the_classes(module, forward) and not _is_left_over(module, forward)
+    return forward is not None and not _is_the_classes(module, forward) and not (_is_ours(forward) and forward.__self__ is module)
 
 
 def is_touched(module) -> bool:
@@ -69,8 +69,7 @@ def restore(owned: list) -> None:
 
 def drop(module) -> None:
     """Take off a stand-in of ours that has nothing to do there: put back by somebody after our call, or come along with a copy."""
-    forward = module.__dict__.get("forward")
-    if type(forward) is MethodType and forward.__func__ in _made:
+    if _is_ours(module.__dict__.get("forward")):
         del module.__dict__["forward"]
 
 

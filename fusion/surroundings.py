@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from operator import attrgetter, itemgetter
-
 import torch
 import torch.nn.functional as F
 import torch.nn.modules.module as _modules
 import torch.overrides as _overrides
 import torch.utils._python_dispatch as _dispatch
 
+from .watch import Watch
+
 # Torch functions that the fused operations stand in for, and what stands between them and a module, as they were when the pack was imported; their
 # references call whatever is there.
-_OF_TORCH = tuple(name for name in ("addcmul", "cat", "split", "layer_norm", "rms_norm", "add", "mul") if name in torch.__dict__)
-_OF_FUNCTIONAL = tuple(name for name in ("layer_norm", "rms_norm", "gelu", "silu", "linear") if name in F.__dict__)
-_OF_MODULE = ("__call__", "_call_impl")
-_OF_TENSOR = ("chunk", "split", "view", "permute", "__iter__", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "addcmul", "add_")  # that pending values answer for
-_CLASSES = tuple(getattr(torch.nn, name) for name in ("LayerNorm", "RMSNorm", "GELU", "Linear", "Sequential") if hasattr(torch.nn, name))
-_NAMES = (
-    *(f"torch.{name}" for name in _OF_TORCH), *(f"functional.{name}" for name in _OF_FUNCTIONAL), *(f"Module.{name}" for name in _OF_MODULE),
-    *(f"Tensor.{name}" for name in _OF_TENSOR), *(f"{cls.__name__}.forward" for cls in _CLASSES),
-)
-
-
-def _functions(torch=torch.__dict__, functional=F.__dict__, module=torch.nn.Module, tensor=torch.Tensor, of_torch=itemgetter(*_OF_TORCH),
-               of_functional=itemgetter(*_OF_FUNCTIONAL), of_module=attrgetter(*_OF_MODULE), of_tensor=attrgetter(*_OF_TENSOR)) -> tuple:
-    return (*of_torch(torch), *of_functional(functional), *of_module(module), *of_tensor(tensor), *[cls.forward for cls in _CLASSES])
-
-
-_ORIGINALS = _functions()
+_TORCH = Watch((
+    (torch, ("addcmul", "cat", "split", "layer_norm", "rms_norm", "add", "mul")),
+    (F, ("layer_norm", "rms_norm", "gelu", "silu", "linear")),
+    (torch.nn.Module, ("__call__", "_call_impl")),
+    # Methods that pending values answer for.
+    (torch.Tensor, ("chunk", "split", "view", "permute", "__iter__", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "addcmul", "add_")),
+    *((getattr(torch.nn, name, None), ("forward",)) for name in ("LayerNorm", "RMSNorm", "GELU", "Linear", "Sequential")),
+))
 # How many modes there are, without a list of them; a torch that does not say is asked for the list.
 _function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: len(_overrides._get_current_function_mode_stack()))
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: len(_dispatch._get_current_dispatch_mode_stack()))
@@ -64,7 +55,6 @@ def why_not(kind: str) -> str | None:
     mode = _foreign_mode()
     if mode:
         return f"a {mode} of another pack watches torch's operations"
-    functions = _functions()
-    if functions != _ORIGINALS:
-        return f"another pack has replaced torch's {next(name for name, now, then in zip(_NAMES, functions, _ORIGINALS) if now is not then)}"
+    if not _TORCH.unchanged():
+        return f"another pack has replaced torch's {_TORCH.first_changed()}"
     return None

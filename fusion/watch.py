@@ -15,15 +15,13 @@ ON_CLASSES = ("forward", "__call__", "forward_comfy_cast_weights")
 class Watch:
     """Attributes of modules and classes as they were when this was made."""
 
-    __slots__ = ("_read", "_seen")
+    __slots__ = ("_places", "_read", "_seen")
 
     def __init__(self, places):
         """`places`: (owner, names) pairs; names that the owner does not have are left out."""
-        self._read = []
-        for owner, names in places:
-            present = [name for name in names if hasattr(owner, name)]
-            if present:
-                self._read.append((attrgetter(*present), owner))
+        found = [(owner, [name for name in names if hasattr(owner, name)]) for owner, names in places]
+        self._places = [place for place in found if place[1]]
+        self._read = [(attrgetter(*names), owner) for owner, names in self._places]
         self._seen = self._now()
 
     def _now(self) -> list:
@@ -34,6 +32,14 @@ class Watch:
             return self._now() == self._seen
         except AttributeError:
             return False
+
+    def first_changed(self) -> str | None:
+        """The first that is another now, as "Owner.name"; None when all are as they were."""
+        for (owner, names), seen in zip(self._places, self._seen):
+            for name, was in zip(names, seen if len(names) > 1 else (seen,)):
+                if getattr(owner, name, None) is not was:
+                    return f"{owner.__name__.rpartition('.')[2]}.{name}"
+        return None
 
 
 class Below:

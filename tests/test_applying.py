@@ -24,6 +24,16 @@ def test_applying_twice_is_applying_once(fused, patcher):
     assert fused.count("residual_gate") == 22 and "flux_fast_path" not in patcher.model_options["transformer_options"]
 
 
+def test_what_another_pack_keeps_under_our_key_is_no_option_of_ours(fused, patcher):
+    wanted = run(patcher)
+    patcher.model_options.setdefault("transformer_options", {})[session.KEY] = "theirs"
+    mine = ours(patcher)
+    assert_bits_equal(run(mine), wanted)
+    mine.model_options["transformer_options"][session.KEY] = "theirs again"
+    assert_bits_equal(run(mine), wanted)
+    assert report_of(mine)["state"] == "fused" and report_of(mine)["tier"] == "lossless"
+
+
 def test_switched_off_it_passes_the_very_model_on(patcher):
     assert FluxFastPath().apply(patcher, False, unique_id="7")[0] is patcher
 
@@ -52,7 +62,7 @@ def test_two_models_in_one_run_do_not_mix_their_counts():
     for blocks, sites in (small, large, small):
         told.count_call()
         told.expect(blocks, sites)
-        told.count_blocks(sum(blocks.values()), blocks, sites)
+        told.count_blocks(sum(blocks.values()), blocks, sites, ended=True)
     found = told.to_dict()
     assert (found["blocks_mounted"], found["blocks"], found["ops"][0]["sites"]) == (5, large[0], 11)
 
