@@ -46,8 +46,11 @@ class Scene:
 
     def load(self, weight_dtype="default", path=None):
         """UNETLoader. On a CPU the model is told to compute in bfloat16, as a graphics card would."""
-        model = harness.load_flux(path or self.checkpoint, weight_dtype, None if CUDA else BF16)
-        return self.watch(model)
+        return self.watch(self.load_unwatched(weight_dtype, path))
+
+    def load_unwatched(self, weight_dtype="default", path=None):
+        """The same, for a model that the test itself changes or lets go of: the end of the scene does not look at it."""
+        return harness.load_flux(path or self.checkpoint, weight_dtype, None if CUDA else BF16)
 
     def watch(self, model):
         self.models.append((model, harness.snapshot(model), tuple(model.model.state_dict())))
@@ -62,6 +65,12 @@ class Scene:
 
     def ours(self, model, enabled=True):
         return FluxFastPath().apply(model, enabled, unique_id="7")[0]
+
+    def wrapped(self, model, wrapper, kind="diffusion_model"):
+        """A clone with a wrapper of another pack; on a model of ours it runs inside our call."""
+        clone = model.clone()
+        clone.add_wrapper_with_key(kind, "other pack", wrapper)
+        return clone
 
     def sample(self, model, steps=2, **kwargs):
         """The latent, as a prompt would get it; `calls` counts our operations in this run alone."""

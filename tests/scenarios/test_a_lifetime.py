@@ -129,7 +129,7 @@ def test_twenty_model_switches_keep_memory_flat_and_core_silent(scene, caplog):
     paths = [scene.checkpoint, scene.write(21)]
     wanted, alive, tensors = {}, [], []
     for i in range(20):
-        model = harness.load_flux(paths[i % 2], compute_dtype=None if torch.cuda.is_available() else torch.bfloat16)
+        model = scene.load_unwatched(path=paths[i % 2])
         result = scene.sample(scene.ours(model), steps=1)
         assert scene.calls["residual_gate"] == GATES
         assert_bits_equal(result, wanted.setdefault(i % 2, result))

@@ -28,10 +28,7 @@ def inside(scene, act, *models):
     def wrapper(executor, *args, **kwargs):
         return act(executor.class_obj, lambda: executor(*args, **kwargs))
 
-    patched = [model.clone() for model in models]
-    for model in patched:
-        model.add_wrapper_with_key("diffusion_model", "other pack", wrapper)
-    return patched
+    return [scene.wrapped(model, wrapper) for model in models]
 
 
 def test_a_stand_in_shows_the_signature_of_cores_forward(scene):
@@ -98,7 +95,7 @@ def test_a_copy_that_somebody_keeps_does_not_keep_the_model(scene):
     """B31"""
     if scene.core.dynamic_vram and torch.cuda.is_available():
         pytest.skip("core itself cannot have a loaded module copied: its weight pages would be freed twice")
-    model, kept = harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16), []
+    model, kept = scene.load_unwatched(), []
 
     def act(transformer, run):
         kept.append(copy.deepcopy(transformer.get_submodule(BLOCK)))

@@ -1,5 +1,4 @@
 """Kind B: what a block or leaf is given, and what hangs on it, that is not what core gives: each such block runs as core runs it."""
-import comfy_harness as harness
 import pytest
 import torch
 from comfy_harness import assert_bits_equal
@@ -79,16 +78,23 @@ def test_a_hook_set_on_a_leaf_in_the_middle_of_its_block_is_heard(scene):
             [hook.remove() for hook in hooks]
             hooks.clear()
 
-        model = model.clone()
-
         def wrapper(executor, *args, **kwargs):
             with transformer.double_blocks[0].img_mod.lin.register_forward_pre_hook(set_it), transformer.double_blocks[0].register_forward_hook(take_off):
                 return executor(*args, **kwargs)
 
-        model.add_wrapper_with_key("diffusion_model", "other pack", wrapper)
-        return model
+        return scene.wrapped(model, wrapper)
 
     same(scene, change)
+
+
+def with_linear(model, path, cls):
+    """The model with an object patch: a Linear of another pack's class with the weights of the one at `path`."""
+    own = model.get_model_object(path)
+    new = cls(own.in_features, own.out_features, device=model.load_device)
+    new.weight, new.bias = (torch.nn.Parameter(p.detach().to(model.load_device), False) for p in (own.weight, own.bias))
+    model = model.clone()
+    model.add_object_patch(path, new)
+    return model
 
 
 class Greedy(torch.nn.Linear):
@@ -102,16 +108,7 @@ class Greedy(torch.nn.Linear):
 
 def test_a_linear_that_writes_its_input_has_an_input_of_its_own(scene):
     """B05: silu(vec) is shared between Modulations only where none of them writes to it."""
-
-    def change(model):
-        own = model.get_model_object("diffusion_model.double_blocks.0.img_mod.lin")
-        new = Greedy(own.in_features, own.out_features, device=model.load_device)
-        new.weight, new.bias = (torch.nn.Parameter(p.detach().to(model.load_device), False) for p in (own.weight, own.bias))
-        model = model.clone()
-        model.add_object_patch("diffusion_model.double_blocks.0.img_mod.lin", new)
-        return model
-
-    same(scene, change, takes_effect=False)
+    same(scene, lambda model: with_linear(model, "diffusion_model.double_blocks.0.img_mod.lin", Greedy), takes_effect=False)
 
 
 class Suspicious(torch.nn.Linear):
@@ -127,22 +124,13 @@ class Suspicious(torch.nn.Linear):
 
 def test_a_linear_with_a_call_of_its_own_is_called(scene):
     """B19"""
-
-    def change(model):
-        own = model.get_model_object("diffusion_model.single_blocks.0.linear1")
-        new = Suspicious(own.in_features, own.out_features, device=model.load_device)
-        new.weight, new.bias = (torch.nn.Parameter(p.detach().to(model.load_device), False) for p in (own.weight, own.bias))
-        model = model.clone()
-        model.add_object_patch("diffusion_model.single_blocks.0.linear1", new)
-        return model
-
-    same(scene, change)
+    same(scene, lambda model: with_linear(model, "diffusion_model.single_blocks.0.linear1", Suspicious))
 
 
 def test_a_layer_norm_that_was_given_a_weight_uses_it(scene):
     """B19: whatever its flag says."""
     # Not one of the scene's: dynamic VRAM takes a parameter that appears for its own, and keeps it.
-    model = harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16)
+    model = scene.load_unwatched()
     plain, mine = scene.sample(model), scene.ours(model)
     leaf = model.model.diffusion_model.double_blocks[0].img_norm1
     leaf.weight = torch.nn.Parameter(torch.full((256,), 1.5, device=model.load_device, dtype=torch.bfloat16), False)

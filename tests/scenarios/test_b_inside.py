@@ -40,11 +40,7 @@ def both(scene, change, kind="diffusion_model"):
             return executor(*args, **kwargs)
 
     model = scene.load()
-    other = model.clone()
-    mine = scene.ours(model).clone()
-    for patched in (other, mine):
-        patched.add_wrapper_with_key(kind, "other pack", wrapper)
-    return other, mine
+    return scene.wrapped(model, wrapper, kind), scene.wrapped(scene.ours(model), wrapper, kind)
 
 
 def add_patch(options, args, kwargs):

@@ -51,7 +51,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_core_with_other_block_code_runs_as_it_is(scene, change):
     """B03"""
-    model = with_classes_of(harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16), changed_core(scene, *CHANGES[change]))
+    model = with_classes_of(scene.load_unwatched(), changed_core(scene, *CHANGES[change]))
     wanted = scene.sample(model)
     late = scene.ours(scene.load())  # applied before the classes changed: asked again at each call
     with_classes_of(late, sys.modules["changed_layers"])
@@ -68,7 +68,7 @@ def test_a_core_with_other_block_code_runs_as_it_is(scene, change):
 
 def test_this_cores_own_code_is_recognised_after_a_copy(scene):
     """B03: the same text elsewhere is the same code."""
-    model = with_classes_of(harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16), changed_core(scene))
+    model = with_classes_of(scene.load_unwatched(), changed_core(scene))
     wanted = scene.sample(model)
     harness.assert_bits_equal(scene.sample(scene.ours(model)), wanted)
     assert scene.calls["residual_gate"] == 22
@@ -167,7 +167,7 @@ def test_what_is_no_model_at_all_comes_back_as_it_was(bare_scene, name):
 @pytest.mark.parametrize("path, kind", [("double_blocks.0", "instance forward"), ("single_blocks.2", "instance forward"), ("", "forward_orig"), ("double_blocks.1.img_norm2", "instance forward"), ("single_blocks.0.linear1", "instance forward"), ("single_blocks.1.mlp_act", "instance forward")])
 def test_foreign_instance_forwards_stay_and_keep_their_effect(scene, path, kind):
     """B03, B09: packs set forwards on modules, for good."""
-    model = harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16)
+    model = scene.load_unwatched()
     module, name = model.model.diffusion_model.get_submodule(path), "forward_orig" if kind == "forward_orig" else "forward"
     original, calls = getattr(module, name), []
 

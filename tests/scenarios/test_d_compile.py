@@ -12,7 +12,7 @@ def small(scene):
     """One block of each kind: compiling is what takes the time here."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = harness.load_flux(scene.write(31, depth=1, single=1), compute_dtype=None if torch.cuda.is_available() else torch.bfloat16)
+    model = scene.load_unwatched(path=scene.write(31, depth=1, single=1))
     if scene.core.dynamic_vram:
         scene.sample(model)  # weights that are still on their way make graphs of their own
     yield model

@@ -139,7 +139,7 @@ def test_the_first_run_after_loading_fp8_with_a_lora(scene):
 
 def test_mixed_layers_within_one_model(scene):
     """B17: some layers stored in fp8, norms in float32, the rest as they were."""
-    model = harness.load_flux(scene.checkpoint, compute_dtype=None if torch.cuda.is_available() else torch.bfloat16)
+    model = scene.load_unwatched()
     force_cast(model)
     for i, (name, module) in enumerate(model.model.diffusion_model.named_modules()):
         weight = getattr(module, "weight", None)

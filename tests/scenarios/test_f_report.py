@@ -8,19 +8,6 @@ from flux_fast_path.kernels import proof
 pytestmark = pytest.mark.comfyui
 
 
-class Interrupt(BaseException):
-    pass
-
-
-Interrupt.__name__ = "InterruptProcessingException"  # as core names its own
-
-
-def with_wrapper(model, wrapper):
-    model = model.clone()
-    model.add_wrapper_with_key("diffusion_model", "other pack", wrapper)
-    return model
-
-
 def test_steps_that_a_cache_answered_are_no_steps_of_another_pack(scene):
     """B05, B23: EasyCache-like packs answer most calls themselves."""
     model, kept = scene.load(), []
@@ -32,7 +19,7 @@ def test_steps_that_a_cache_answered_are_no_steps_of_another_pack(scene):
             kept.append(executor(*args, **kwargs))
         return kept[-1]
 
-    other, mine = with_wrapper(model, cached), with_wrapper(scene.ours(model), cached)
+    other, mine = scene.wrapped(model, cached), scene.wrapped(scene.ours(model), cached)
     wanted = scene.sample(other, steps=8)
     kept.clear()
     assert_bits_equal(scene.sample(mine, steps=8), wanted)
@@ -70,7 +57,7 @@ def test_what_was_refused_in_mid_call_is_the_reason(scene):
 
     if scene.core.version < (0, 4):
         pytest.skip("this core does not run under autocast")
-    other, mine = with_wrapper(model, under_autocast), with_wrapper(scene.ours(model), under_autocast)
+    other, mine = scene.wrapped(model, under_autocast), scene.wrapped(scene.ours(model), under_autocast)
     assert_bits_equal(scene.sample(mine), scene.sample(other))
     told = scene.report(mine)
     assert told["state"] == "stepped_aside" and "autocast" in told["reason"] and "cache" not in told["text"]
@@ -99,9 +86,9 @@ def test_what_a_step_saves_does_not_depend_on_when_the_run_was_cancelled(scene, 
         def cancel(module, args):
             seen.append(module)
             if len(seen) == step:
-                raise Interrupt
+                raise scene.core.comfy.model_management.InterruptProcessingException
 
-        with model.model.diffusion_model.get_submodule(block).register_forward_pre_hook(cancel), pytest.raises(Interrupt):
+        with model.model.diffusion_model.get_submodule(block).register_forward_pre_hook(cancel), pytest.raises(scene.core.comfy.model_management.InterruptProcessingException):
             scene.sample(mine, steps=4)
         told, usual = scene.report(mine), scene.report(whole)["saved_ms_per_step"]
         assert told["outcome"] == "interrupted" and told["steps"] == step
@@ -117,9 +104,9 @@ def test_an_interrupt_in_a_call_without_the_sampler_is_one(scene):
     application = mine.wrappers[session.APPLY_MODEL][session.KEY][0].__self__
 
     def interrupted(*args, **kwargs):
-        raise Interrupt
+        raise scene.core.comfy.model_management.InterruptProcessingException
 
     interrupted.class_obj = model.model
-    with pytest.raises(Interrupt), torch.inference_mode():
+    with pytest.raises(scene.core.comfy.model_management.InterruptProcessingException), torch.inference_mode():
         application.apply_model(interrupted, torch.zeros(1, 16, 8, 8, device=model.load_device), torch.ones(1), transformer_options={})
     assert scene.report(mine)["outcome"] == "interrupted"
